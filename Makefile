@@ -1,0 +1,45 @@
+# Every command here is what CI and people run. No target removes build/: it is a source folder.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+READY   = $(VENV)/.ready
+PROMPT ?= Write a Python function that checks whether a string is a palindrome, with three examples.
+
+.PHONY: setup demo test test-real check format size
+
+setup: $(READY)
+
+# torch first: the newest build for your device, unless TORCH names another (for instance TORCH="torch==2.13.0").
+TORCH ?= torch==2.13.0
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[mpi,dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/saguaro models pull qwen2.5-coder
+	$(BIN)/saguaro build qwen2.5-coder-1.5b-cpu qwen2.5-coder-0.5b-cpu
+	$(BIN)/saguaro generate --compare --max-tokens 96 "$(PROMPT)"
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not real and not gpu"
+
+test-real: $(READY)
+	$(BIN)/python -m pytest -m real -s
+
+# mypy cannot see through an editable install of a root package: give it a folder where `saguaro` is this one.
+check: $(READY)
+	mkdir -p .typing && ln -sfn .. .typing/saguaro
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Lines per file, largest first: a file over 250 lines needs a reason.
+size:
+	@git ls-files '*.py' | grep -v '^tests/' | xargs wc -l | sort -rn | head -40
+	@git ls-files 'tests/*.py' | xargs cat | wc -l | xargs echo "lines of tests:"

@@ -1,0 +1,126 @@
+"""From a recipe to an engine directory: get the weights, choose the builder, write aside, rename into place."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from saguaro.build.models import pull, source_sha256
+from saguaro.build.recipe import Recipe, find_recipe
+from saguaro.build.store import default_store, locked, progress_bar, require_space, size_text, writing
+from saguaro.engines.manifest import Manifest
+from saguaro.errors import EngineError
+
+__all__ = ["build", "default_store", "engine_directory", "find_recipe"]
+
+log = logging.getLogger(__name__)
+
+_STAGING: Final = ".building-"
+_SPARE: Final = 64 << 20  # bytes for the tokenizer and what the file system adds
+
+# What an engine that is not built here needs.
+_REQUIREMENTS: Final = {"trtllm": "tensorrt_llm", "tensorrt": "tensorrt"}
+
+
+def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
+    """The recipe's engine directory, built if it is not there; its model is pulled if needed.
+
+    An interrupted or failed build leaves nothing that could be loaded. Raises ConfigError, ModelError, EngineError or
+    CapacityError, saying what does not fit.
+    """
+    if recipe.engine in _REQUIREMENTS:
+        requirement = _REQUIREMENTS[recipe.engine]
+        missing = "" if find_spec(requirement) else f", and {requirement} is not installed"
+        raise EngineError(
+            f"recipe {recipe.name}: this version of saguaro has no builder for the engine {recipe.engine}{missing}. "
+            "Use engine: pytorch."
+        )
+    paths = [] if recipe.model is None else pull(recipe.model, store)
+    directory = engine_directory(recipe, store)
+    with locked(store, directory.name), writing(store):
+        if _is_complete(directory):
+            return directory
+        with _staging(directory, store) as staging:
+            _build_pytorch(recipe, paths, staging, _source_sha256(recipe, store), progress)
+    log.info("%s is built in %s", recipe.name, directory)
+    return directory
+
+
+def engine_directory(recipe: Recipe, store: Path) -> Path:
+    """Where the recipe's engine is, or will be. Loads nothing. Raises ModelError when its model is not pulled yet."""
+    return store / "engines" / f"{recipe.name}-{recipe.digest(_source_sha256(recipe, store))[:12]}"
+
+
+def _source_sha256(recipe: Recipe, store: Path) -> str:
+    if recipe.tiny is not None:
+        return hashlib.sha256(json.dumps(dataclasses.asdict(recipe.tiny), sort_keys=True).encode()).hexdigest()
+    return source_sha256(str(recipe.model), store)
+
+
+def _build_pytorch(recipe: Recipe, paths: list[Path], staging: Path, source: str, progress: bool) -> None:
+    # Late, because torch takes seconds to import and a directory that is there needs none of it.
+    from saguaro.build.pytorch import PytorchBuild
+    from saguaro.build.tiny import TinyWeights
+    from saguaro.build.weights import open_weights
+
+    started = time.monotonic()
+    weights = TinyWeights(recipe.tiny) if recipe.tiny is not None else open_weights(paths[0])
+    work = PytorchBuild(recipe, weights)
+    require_space(staging, work.size + _SPARE, f"the engine {recipe.name}")
+    bar = progress_bar(f"building {recipe.name}", work.size) if progress else nullcontext(lambda size: None)
+    with bar as advance:
+        work.write(staging, source, advance)
+    log.info("built %s, %s, in %.0f s", recipe.name, size_text(work.size), time.monotonic() - started)
+
+
+def _is_complete(directory: Path) -> bool:
+    if not directory.exists():
+        return False
+    try:
+        Manifest.load(directory)
+    except EngineError as error:
+        log.warning("%s; building it again", error)
+        return False
+    return True
+
+
+@contextmanager
+def _staging(directory: Path, store: Path) -> Iterator[Path]:
+    """An empty folder beside `directory` that takes its place in the end, or is removed on any failure.
+
+    Called with the directory's lock held.
+    """
+    engines = directory.parent
+    engines.mkdir(parents=True, exist_ok=True)
+    _remove_stale(engines, directory.name, store)
+    staging = engines / f"{_STAGING}{directory.name}-{os.getpid()}"
+    staging.mkdir()
+    try:
+        yield staging
+        if directory.exists():
+            shutil.rmtree(directory)
+        staging.replace(directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_stale(engines: Path, own: str, store: Path) -> None:
+    """Remove what killed builds left: nobody holds the lock of their directory any more (we hold our own)."""
+    for left_over in engines.glob(f"{_STAGING}*"):
+        name = left_over.name.removeprefix(_STAGING).rpartition("-")[0]
+        if name == own:
+            shutil.rmtree(left_over)
+            continue
+        with locked(store, name, wait=False) as held:
+            if held:
+                shutil.rmtree(left_over)

@@ -1,0 +1,141 @@
+"""A build recipe: which model becomes an engine directory, for which engine and in which form. Read from one YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from saguaro.build.models import CATALOGUE
+from saguaro.engines.manifest import FORMAT, Dtype, EngineName
+from saguaro.engines.schema import nearest, read_yaml
+from saguaro.errors import ConfigError
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A small random model in place of real weights, for tests and trials. Equal recipes give equal bytes.
+
+    Every tensor depends on its name and the seed alone. So a recipe with fewer `layers` is the first layers of the
+    larger one, and `noise` (relative to each tensor's spread) moves every weight a little: a draft that agrees with its
+    target often, but not always. Tokenizers of equal `vocab_size` are equal.
+    """
+
+    family: Family
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    vocab_size: int = 500  # ids of the tokenizer; the model has rows for the next multiple of 64
+    max_model_len: int = 512
+    seed: int = 0
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden_size", "heads", "kv_heads", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_size % (2 * self.heads):
+            raise ConfigError(f"hidden_size must be a multiple of 2 * heads ({2 * self.heads}), got {self.hidden_size}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+        if self.noise < 0:
+            raise ConfigError(f"noise must be 0 or more, got {self.noise}")
+
+
+@dataclass(frozen=True)
+class TrtllmOptions:
+    """Limits a TensorRT-LLM engine is compiled for."""
+
+    max_batch_size: int = 8
+    max_input_len: int = 8192
+    max_seq_len: int = 8192
+    max_draft_len: int = 8
+    quantisation: Literal["none", "fp8", "int8", "int4_awq"] = "none"
+    workers: int = 1  # processes that compile ranks side by side
+
+
+@dataclass(frozen=True)
+class TensorrtOptions:
+    """Limits a TensorRT engine for the draft is compiled for."""
+
+    max_batch_size: int = 8
+    max_input_len: int = 8192
+    max_seq_len: int = 8192
+    max_rows: int = 512  # rows of one forward: branches of all sequences together
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to build. Exactly one of `model` and `tiny` says from what."""
+
+    name: str
+    engine: EngineName
+    model: str | None = None  # of the catalogue, a hub id, or a path (relative to the recipe)
+    tiny: Tiny | None = None
+    dtype: Dtype = "bfloat16"
+    tp: int = 1
+    max_model_len: int | None = None  # tokens; the model's own if not given
+    trtllm: TrtllmOptions | None = None
+    tensorrt: TensorrtOptions | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
+            raise ConfigError(f"name must be letters, digits, '.', '_' and '-', got {self.name!r}")
+        if (self.model is None) == (self.tiny is None):
+            raise ConfigError("exactly one of model and tiny must be given")
+        if self.tp < 1:
+            raise ConfigError(f"tp must be at least 1, got {self.tp}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        for section in ("trtllm", "tensorrt"):
+            if getattr(self, section) is not None and self.engine != section:
+                raise ConfigError(f"{section} is given, but engine is {self.engine}: remove the section")
+
+    def digest(self, source_sha256: str) -> str:
+        """Hash of everything an engine directory depends on. Where the weights lie does not matter, their bytes do."""
+        # Without what is not given, so that an option added later does not change the hash of recipes without it.
+        given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None and key != "model"}
+        text = json.dumps([FORMAT, source_sha256, given], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Raises ConfigError naming file, key and the nearest valid key."""
+    recipe = read_yaml(path, Recipe)
+    if recipe.model is None or recipe.model in CATALOGUE:
+        return recipe
+    beside = path.parent / Path(recipe.model).expanduser()
+    return dataclasses.replace(recipe, model=os.path.abspath(beside)) if beside.exists() else recipe
+
+
+def find_recipe(name_or_path: str) -> Recipe:
+    """A YAML file, or a shipped recipe by name. Raises ConfigError naming the nearest."""
+    path = Path(name_or_path)
+    if path.suffix in {".yaml", ".yml"}:
+        return read_recipe(path)
+    if name_or_path in shipped_recipes():
+        return read_recipe(_shipped() / f"{name_or_path}.yaml")
+    raise ConfigError(
+        f"there is no recipe named {name_or_path!r}{nearest(name_or_path, shipped_recipes())}; "
+        f"shipped: {', '.join(shipped_recipes())}; or give the path of a .yaml file."
+    )
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(file.stem for file in _shipped().glob("*.yaml"))
+
+
+def _shipped() -> Path:
+    # Of a package without __init__, as `saguaro.build` is, only sub-paths can be turned into text.
+    return Path(str(resources.files("saguaro.build") / "recipes"))

@@ -1,0 +1,261 @@
+"""The one command: saguaro models | build | generate | chat. Heavy imports wait for the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from saguaro import __version__
+from saguaro.errors import SaguaroError
+
+if TYPE_CHECKING:
+    from saguaro.llm import LLM, Result
+    from saguaro.orchestrator.metrics import RequestStats
+    from saguaro.orchestrator.types import SamplingParams
+
+_log = logging.getLogger("saguaro")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 an error said in one paragraph, 2 wrong usage, 130 Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    level = logging.DEBUG if arguments.verbose else os.environ.get("SAGUARO_LOG_LEVEL", "WARNING")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    _log.setLevel(level)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        arguments.run(arguments)
+    except SaguaroError as error:
+        print(f"saguaro: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away; say nothing more
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _models_pull(arguments: argparse.Namespace) -> None:
+    from saguaro.build.models import pull
+
+    for path in pull(arguments.name, _store(arguments)):
+        print(path)
+
+
+def _models_list(arguments: argparse.Namespace) -> None:
+    from saguaro.build.models import CATALOGUE, PAIRS, installed
+
+    present = installed(_store(arguments))
+    known = {name: (model.description, model.licence) for name, model in CATALOGUE.items()}
+    known |= {name: (f"the pair {' + '.join(members)}", "") for name, members in PAIRS.items()}
+    rows = [
+        {
+            "name": name,
+            "installed": all(member in present for member in PAIRS.get(name, (name,))),
+            "bytes": present[name].size if name in present else None,
+            "description": known.get(name, ("", ""))[0],
+            "licence": known.get(name, ("", ""))[1],
+        }
+        for name in sorted(known | present)
+    ]
+    if arguments.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(f"{row['name']:24} {'installed' if row['installed'] else '-':10} {row['description']} {row['licence']}")
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    from saguaro.build.driver import build, find_recipe
+
+    for recipe in arguments.recipe:
+        print(build(find_recipe(recipe), _store(arguments)))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from saguaro.orchestrator.metrics import chrome_trace
+
+    params = _sampling(arguments)
+    prompt = arguments.prompt if arguments.raw else [{"role": "user", "content": arguments.prompt}]
+    with _llm(arguments) as llm:
+        if arguments.compare:
+            _compare(llm, prompt, params, arguments.json)
+            return
+        if arguments.json:
+            result = llm.generate(prompt, params, trace=arguments.trace is not None)[0]
+            stats, spans = result.stats, result.spans
+            print(json.dumps(_as_json(result)))
+        else:
+            for chunk in llm.stream(prompt, params, trace=arguments.trace is not None):
+                print(chunk.text, end="", flush=True)
+            if chunk.stats is None:
+                raise SaguaroError("the stream ended without its figures")
+            stats, spans = chunk.stats, chunk.spans
+            print(f"\n\n{_line(stats)}", file=sys.stderr)
+    if arguments.trace is not None:
+        Path(arguments.trace).write_text(json.dumps(chrome_trace(spans)))
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from saguaro.frontend.chat import chat
+
+    with _llm(arguments) as llm:
+        chat(llm, _sampling(arguments))
+
+
+def _compare(llm: LLM, prompt: object, params: SamplingParams, as_json: bool) -> None:
+    """The same prompt in ar, sd and ssd on one running deployment."""
+    results = {mode: llm.generate(prompt, params, mode=mode)[0] for mode in ("ar", "sd", "ssd")}  # type: ignore
+    agree = len({tuple(result.token_ids) for result in results.values()}) == 1
+    if as_json:
+        print(json.dumps({"agree": agree, "runs": [_as_json(result) for result in results.values()]}))
+        return
+    print(results["ssd"].text, end="\n\n")
+    baseline = results["ar"].stats.tokens_per_second
+    for mode, result in results.items():
+        speed = result.stats.tokens_per_second
+        factor = f"{speed / baseline:5.2f} x ar" if speed and baseline else ""
+        print(f"{mode:4} {factor:11} {_line(result.stats)}")
+    print(f"The three texts {'agree, token for token' if agree else 'DIFFER'}.")
+
+
+def _llm(arguments: argparse.Namespace) -> LLM:
+    from saguaro.llm import LLM
+
+    return LLM(arguments.deployment, mode=arguments.mode, lookahead=arguments.lookahead, store=_store(arguments))
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    from saguaro.orchestrator.types import SamplingParams
+
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+    )
+
+
+def _as_json(result: Result) -> dict[str, object]:
+    prompt, completion = len(result.prompt_token_ids), len(result.token_ids)
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        "stats": asdict(result.stats),
+    }
+
+
+def _line(stats: RequestStats) -> str:
+    """One line; a figure that does not exist in this mode is left out."""
+    figures = [
+        ("{:.2f} tokens/s", stats.tokens_per_second),
+        ("acceptance length {:.2f}", stats.acceptance_length if stats.mode != "ar" else None),
+        ("hit rate {:.2f}", stats.hit_rate if stats.mode == "ssd" else None),
+        ("E_hit {:.2f}", stats.e_hit),
+        ("E_miss {:.2f}", stats.e_miss),
+        ("T_p {:.2f}", stats.t_p),
+        ("wait {:.0f} ms", stats.wait_ms),
+        ("verify {:.0f} ms", stats.verify_ms),
+        ("first token {:.0f} ms", stats.ttft_ms),
+    ]
+    return f"[{stats.mode}] " + ", ".join(text.format(value) for text, value in figures if value is not None)
+
+
+def _store(arguments: argparse.Namespace) -> Path:
+    from saguaro.build.driver import default_store
+
+    return Path(arguments.store) if arguments.store else default_store()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="saguaro", description="Speculative speculative decoding: faster, with the target's exact output."
+    )
+    parser.add_argument("--version", action="version", version=f"saguaro {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--store", metavar="DIR", help="where models and engines are kept (default: the user's cache)")
+    common.add_argument("--verbose", action="store_true", help="log everything, the ranks' own output included")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(
+        name: str, run: object, text: str, example: str, *parents: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=f"example: {example}",
+            parents=[common, *parents],
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    models = commands.add_parser("models", help="pull and list model weights").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    pull = models.add_parser(
+        "pull", parents=[common], help="fetch and check weights", epilog="example: saguaro models pull qwen2.5-coder"
+    )
+    pull.add_argument(
+        "name", help="a name from `saguaro models list`, a hub id (owner/name), or a local folder or .gguf"
+    )
+    pull.set_defaults(run=_models_pull)
+    listing = models.add_parser(
+        "list", parents=[common], help="known models and what is here", epilog="example: saguaro models list --json"
+    )
+    listing.add_argument("--json", action="store_true", help="print one JSON array")
+    listing.set_defaults(run=_models_list)
+
+    build = command("build", _build, "turn recipes into engine directories", "saguaro build qwen2.5-coder-1.5b-cpu")
+    build.add_argument("recipe", nargs="+", help="a .yaml file or the name of a shipped recipe")
+
+    decoding = argparse.ArgumentParser(add_help=False)
+    decoding.add_argument(
+        "--deployment", default="qwen-coder-cpu", metavar="FILE", help="a .yaml file or a shipped name"
+    )
+    decoding.add_argument("--mode", choices=("ar", "sd", "ssd"), help="instead of the deployment's")
+    decoding.add_argument("--lookahead", type=int, metavar="K", help="draft tokens per speculation")
+    decoding.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    decoding.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off (default)")
+    decoding.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off (default)")
+    decoding.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (default)")
+    decoding.add_argument("--seed", type=int, metavar="N", help="same seed, same text, in every mode")
+    decoding.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+
+    generate = command(
+        "generate",
+        _generate,
+        "answer one prompt",
+        'saguaro generate "Write a Python function that reverses a list."',
+        decoding,
+    )
+    generate.add_argument("prompt")
+    generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+    generate.add_argument("--trace", metavar="FILE", help="write a Chrome trace: the overlap of both roles can be seen")
+    generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
+
+    command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

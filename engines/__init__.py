@@ -1,0 +1,33 @@
+"""Engines by name. Each is imported when one is loaded: none needs the packages of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from saguaro.engines.base import Engine
+from saguaro.engines.manifest import Manifest
+from saguaro.engines.schema import nearest
+from saguaro.errors import EngineError
+
+# Name in the manifest -> module:class. The class has `load(directory, **options) -> Engine`.
+ENGINES: Mapping[str, str] = MappingProxyType({"pytorch": "saguaro.engines.pytorch:PytorchEngine"})
+
+
+def load_engine(directory: Path, **options: Any) -> Engine:
+    """The engine of an engine directory; `options` are its class's, such as `block_size` and `num_blocks`.
+
+    Raises EngineError when the directory names an engine that cannot be loaded this way, and what its `load` raises.
+    """
+    name = Manifest.load(directory).engine
+    if name not in ENGINES:
+        raise EngineError(
+            f"{directory}: was built for the engine {name!r}{nearest(name, ENGINES)}, which cannot be loaded here; "
+            f"known: {', '.join(ENGINES)}. Build it for one of them."
+        )
+    module, _, attribute = ENGINES[name].partition(":")
+    engine: Engine = getattr(import_module(module), attribute).load(directory, **options)
+    return engine

@@ -1,0 +1,138 @@
+"""What an engine is: one model on one process group, run over flat batches of rows with a paged KV pool.
+
+An engine executes. It knows nothing of requests, sampling or speculation: block tables and positions come from outside,
+and it keeps no state but its weights and the KV pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from saguaro.plugins.fan_out import FanOut, FanOutMask
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """N rows of S sequences, rows of one sequence adjacent.
+
+    Causal (`fan_out` is None): the row at position i sees columns 0..i of its sequence. Under a fan-out a row sees
+    what `FanOutMask.visible` says. Each row's KV is written to its slot before anything is read.
+    """
+
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, absolute (RoPE)
+    slots: Tensor  # [N] int64, where the row's KV is written: block * block_size + offset
+    rows: tuple[int, ...]  # [S] rows of each sequence
+    block_tables: tuple[tuple[int, ...], ...]  # [S] blocks of each sequence, in column order
+    fan_out: FanOutMask | None
+    logit_rows: Tensor  # [L] int64, rows whose logits are wanted
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """Logits of the wanted rows, over the token ids of the tokenizer (padding of the vocabulary is cut off)."""
+
+    logits: Tensor  # [L, vocab_size] float32 (float64 for a float64 engine)
+
+
+class Engine(Protocol):
+    """One model. Raises EngineError when it cannot run, CapacityError when the KV pool does not fit."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the tokenizer knows; ids at or above it are never produced."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """KV slots in a block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the KV pool."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """One forward pass."""
+        ...
+
+
+def slots_of(table: Sequence[int], columns: Sequence[int], block_size: int) -> list[int]:
+    """KV slot of each column of a block table."""
+    return [table[column // block_size] * block_size + column % block_size for column in columns]
+
+
+def causal_batch(
+    tokens: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    logit_counts: Sequence[int],
+    block_size: int,
+) -> ForwardBatch:
+    """Rows that continue each sequence at position `starts[s]`; logits for its last `logit_counts[s]` rows."""
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    for ids, start, table, wanted in zip(tokens, starts, tables, logit_counts, strict=True):
+        columns = range(start, start + len(ids))
+        positions.extend(columns)
+        slots.extend(slots_of(table, columns, block_size))
+        logit_rows.extend(range(len(positions) - wanted, len(positions)))
+    return ForwardBatch(
+        token_ids=torch.tensor([token for ids in tokens for token in ids], dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        rows=tuple(len(ids) for ids in tokens),
+        block_tables=tuple(tuple(table) for table in tables),
+        fan_out=None,
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+    )
+
+
+def fan_out_batch(
+    tokens: Tensor,
+    fan_outs: Sequence[FanOut],
+    prefixes: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    depth: int,
+    block_size: int,
+) -> ForwardBatch:
+    """One branch-decoding step: row i of a sequence feeds branch i's token at `depth`. Every row's logits are wanted.
+
+    `tokens` is [N], rows grouped by sequence; `prefixes[s]` counts the columns before the trunk.
+    """
+    mask = FanOutMask(
+        prefix=torch.tensor(prefixes, dtype=torch.int64),
+        trunk=torch.tensor([len(fan_out.counts) for fan_out in fan_outs], dtype=torch.int64),
+        branches=torch.tensor([fan_out.branches for fan_out in fan_outs], dtype=torch.int64),
+        fork=torch.tensor([fork for fan_out in fan_outs for fork in fan_out.forks], dtype=torch.int64),
+        branch=torch.tensor([i for fan_out in fan_outs for i in range(fan_out.branches)], dtype=torch.int64),
+        depth=depth,
+    )
+    rows = tuple(fan_out.branches for fan_out in fan_outs)
+    columns = mask.path[:, -1].tolist()
+    slots: list[int] = []
+    first = 0
+    for count, table in zip(rows, tables, strict=True):
+        slots.extend(slots_of(table, columns[first : first + count], block_size))
+        first += count
+    return ForwardBatch(
+        token_ids=tokens,
+        positions=mask.positions,
+        slots=torch.tensor(slots, dtype=torch.int64),
+        rows=rows,
+        block_tables=tuple(tuple(table) for table in tables),
+        fan_out=mask,
+        logit_rows=torch.arange(len(columns)),
+    )

@@ -1,0 +1,189 @@
+"""A Hugging Face causal language model as an engine: its modules, our paged KV pool and fan-out attention.
+
+The flat batch goes through the model as one sequence [1, N] with explicit positions and no cache of its own; attention
+is ours, reached through transformers' attention interface with the step's plan as an extra argument. It runs on the
+CPU and on CUDA, on one process.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from saguaro.engines.base import ForwardBatch, ForwardOutput
+from saguaro.engines.checkpoint import WEIGHTS, check_config, load_config, load_model
+from saguaro.engines.int8 import quantise_linears
+from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
+from saguaro.engines.manifest import Manifest
+from saguaro.errors import EngineError
+from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_attention
+
+_log = logging.getLogger(__name__)
+
+_ATTENTION = "saguaro"
+# What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
+_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the attention of every layer needs to know of one forward."""
+
+    pool: KvPool
+    slots: Tensor
+    plan: AttentionPlan
+
+
+class PytorchEngine:
+    """Runs `model`, whose attention it takes over. The KV pool has the dtype of the model's activations.
+
+    Raises EngineError for a model it would not compute exactly, CapacityError when the KV pool does not fit.
+    """
+
+    def __init__(self, model: Any, *, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        check_config(model.config, max_model_len)
+        if vocab_size > model.config.vocab_size:
+            raise EngineError(
+                f"the tokenizer has {vocab_size} token ids, but the model only {model.config.vocab_size}: "
+                "the engine directory mixes two models. Build it again."
+            )
+        # Registered under no mask function, so transformers builds no mask.
+        AttentionInterface.register(_ATTENTION, _paged_attention)
+        model.set_attn_implementation(_ATTENTION)
+        self._model = model.eval()
+        self._dtype: torch.dtype = model.base_model.norm.weight.dtype
+        self._device: torch.device = model.base_model.norm.weight.device
+        self._pool = KvPool(
+            model.config, block_size=block_size, num_blocks=num_blocks, dtype=self._dtype, device=self._device
+        )
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+
+    @classmethod
+    def load(cls, directory: Path, *, block_size: int, num_blocks: int) -> PytorchEngine:
+        """The engine of a directory built by `saguaro build`.
+
+        Raises EngineError, ModelError or CapacityError when it cannot be run here.
+        """
+        manifest = Manifest.load(directory)
+        if manifest.tp != 1:
+            raise EngineError(
+                f"{directory}: is split over {manifest.tp} ranks, and the pytorch engine runs on one. "
+                "Build it with tp: 1."
+            )
+        config = load_config(directory, manifest.max_model_len)
+        stored = _STORED[manifest.dtype]
+        if manifest.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            _log.warning(
+                "%s: this CPU has no bfloat16 instructions, which makes forwards of many rows slow. "
+                "Build the engine with dtype int8 or float32.",
+                directory,
+            )
+        activations = torch.float32 if manifest.dtype == "int8" else stored
+        # Mapped weights take memory only as they are first used; the pool must leave room for them.
+        require_memory(
+            (directory / WEIGHTS).stat().st_size + num_blocks * kv_bytes_per_block(config, block_size, activations),
+            f"the model and {num_blocks * block_size} tokens of KV",
+            torch.device("cpu"),
+        )
+        model = load_model(directory, config, stored)
+        if manifest.dtype == "int8":
+            quantise_model(model)
+        return cls(
+            model,
+            vocab_size=manifest.vocab_size,
+            max_model_len=manifest.max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""
+        with torch.inference_mode():
+            hidden = self._hidden(batch)  # [L, hidden]
+        # Outside inference mode: the logits are an ordinary tensor, which the caller may change in place.
+        with torch.no_grad():
+            logits = self._model.get_output_embeddings()(hidden)[:, : self._vocab_size]
+            return ForwardOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states of the rows whose logits are wanted; KV of all rows is written."""
+        last = int(batch.positions.max())
+        if last >= self._max_model_len:
+            raise EngineError(
+                f"a row of the batch is at position {last}, but the engine's contexts end at {self._max_model_len} "
+                "tokens. Shorten the sequence, or build the engine with a larger max_model_len."
+            )
+        plan = plan_attention(
+            batch.rows,
+            batch.block_tables,
+            self._block_size,
+            batch.positions if batch.fan_out is None else batch.fan_out,
+            self._device,
+        )
+        embedded = self._model.get_input_embeddings()(batch.token_ids.to(self._device)).to(self._dtype)
+        output = self._model.base_model(
+            inputs_embeds=embedded[None],
+            position_ids=batch.positions.to(self._device)[None],
+            use_cache=False,
+            step=_Step(self._pool, batch.slots.to(self._device), plan),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden[batch.logit_rows.to(self._device)]
+
+
+def quantise_model(model: Any) -> None:
+    """Turn a model into its int8 form for the CPU, in place: linear layers in int8, all activations in float32.
+
+    Raises EngineError where the int8 kernel is missing.
+    """
+    quantise_linears(model)
+    embeddings = model.get_input_embeddings()  # keep their dtype: only the rows looked up are converted
+    for module in model.modules():
+        if module is not embeddings:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.float()
+
+
+def _paged_attention(
+    module: Any,
+    query: Tensor,  # [1, H, N, D], keys and values likewise
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    step: _Step,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for attention in every layer: store the rows' KV, then attend over the pool."""
+    layer = int(module.layer_idx)
+    step.pool.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = fan_out_attention(
+        query[0].transpose(0, 1), step.pool.keys[layer], step.pool.values[layer], step.plan, scaling
+    )
+    return output[None], None  # [1, N, H, D]

@@ -1,0 +1,113 @@
+"""A table of exact next-token probabilities as an engine: what the tests of everything above it run on.
+
+The KV pool holds (token, position) instead of keys and values, and a row's context is rebuilt only from the slots that
+its mask lets it see. A wrong block table, slot, position or mask therefore gives a wrong context or an error, never by
+luck the right logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from saguaro.engines.base import ForwardBatch, ForwardOutput, slots_of
+from saguaro.errors import EngineError
+from saguaro.plugins.attention import visible_columns
+
+Table = Callable[[tuple[int, ...]], Sequence[float | Fraction]]
+
+_UNWRITTEN = -1
+
+
+class ScriptedEngine:
+    """`table(context)` gives the probability of each token id after the context; logits are log p in float64."""
+
+    def __init__(self, table: Table, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        self._table = table
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._tokens = torch.full((num_blocks * block_size,), _UNWRITTEN)
+        self._positions = torch.full((num_blocks * block_size,), _UNWRITTEN)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """One forward pass. Raises EngineError for a row that does not see positions 0..n-1, once each."""
+        self._check(batch)
+        self._tokens[batch.slots] = batch.token_ids
+        self._positions[batch.slots] = batch.positions
+        contexts = self._contexts(batch)
+        rows = [self._log_probs(contexts[row]) for row in batch.logit_rows.tolist()]
+        return ForwardOutput(torch.tensor(rows, dtype=torch.float64).view(-1, self._vocab_size))
+
+    def _check(self, batch: ForwardBatch) -> None:
+        for name, values, limit in (
+            ("token id", batch.token_ids, self._vocab_size),
+            ("position", batch.positions, self._max_model_len),
+            ("slot", batch.slots, self._num_blocks * self._block_size),
+        ):
+            wrong = values[(values < 0) | (values >= limit)].tolist()
+            if wrong:
+                raise EngineError(f"the batch holds {name} {wrong[0]}; this engine's lie in 0..{limit - 1}.")
+        if len(set(batch.slots.tolist())) != len(batch.slots):
+            raise EngineError("two rows of the batch are written to the same KV slot. Their block tables overlap.")
+
+    def _contexts(self, batch: ForwardBatch) -> list[tuple[int, ...]]:
+        """The tokens each row sees, in the order of their positions; the row's own token is the last."""
+        contexts = []
+        row = 0
+        for count, table in zip(batch.rows, batch.block_tables, strict=True):
+            columns = torch.arange(len(table) * self._block_size)
+            slots = torch.tensor(slots_of(table, columns.tolist(), self._block_size), dtype=torch.int64)
+            for _ in range(count):
+                contexts.append(self._context(batch, row, columns, slots))
+                row += 1
+        return contexts
+
+    def _context(self, batch: ForwardBatch, row: int, columns: Tensor, slots: Tensor) -> tuple[int, ...]:
+        mask = batch.positions if batch.fan_out is None else batch.fan_out
+        seen = slots[visible_columns(mask, row, columns)]
+        positions, order = self._positions[seen].sort()
+        seen = seen[order]
+        last = int(batch.positions[row])
+        if positions.tolist() != list(range(last + 1)) or seen[-1] != batch.slots[row]:
+            raise EngineError(
+                f"row {row} of the batch should see positions 0..{last} once each, the last in its own slot "
+                f"{int(batch.slots[row])}; it sees positions {positions.tolist()} in slots {seen.tolist()} "
+                f"({_UNWRITTEN}: never written). A block table, slot, position or mask is wrong."
+            )
+        return tuple(self._tokens[seen].tolist())
+
+    def _log_probs(self, context: tuple[int, ...]) -> list[float]:
+        probs = self._table(context)
+        if len(probs) != self._vocab_size or min(probs) < 0 or not math.isclose(sum(probs), 1):
+            raise EngineError(
+                f"the table gives {list(probs)} after {list(context)}, which are not {self._vocab_size} probabilities "
+                "that sum to 1."
+            )
+        return [math.log(p) if p > 0 else -math.inf for p in probs]
+
+
+def markov_table(rows: Sequence[Sequence[float | Fraction]]) -> Table:
+    """The table in which only the last token matters: `rows[token]` are the probabilities after it."""
+    return lambda context: rows[context[-1]]

@@ -1,0 +1,183 @@
+"""Offline use: prompts in, results in order out.
+
+from saguaro import LLM, SamplingParams
+
+with LLM() as llm:
+    for result in llm.generate(["def fib(n):", "def gcd(a, b):"], SamplingParams(temperature=0)):
+        print(result.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from saguaro.errors import ConfigError
+from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
+from saguaro.orchestrator.launch import Launcher
+from saguaro.orchestrator.metrics import RequestStats
+from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a round added to a stream. The last one has a `finish_reason`, `stats` and, if asked for, `spans`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    stats: RequestStats
+    spans: tuple[Span, ...] = ()
+
+
+class LLM:
+    """A deployment for as long as the object lives: use it as a context manager, or call `close`.
+
+    `deployment` is a YAML file or the name of a shipped one. Missing engines are built first. `mode` and `lookahead`
+    replace the deployment's. Raises ConfigError, ModelError, CapacityError or LaunchError, before anything is left
+    running.
+    """
+
+    def __init__(
+        self,
+        deployment: str = "qwen-coder-cpu",
+        *,
+        mode: Mode | None = None,
+        lookahead: int | None = None,
+        store: Path | None = None,
+    ) -> None:
+        path = find_deployment(deployment)
+        config = _with_overrides(read_deployment(path), mode, lookahead)
+        target, draft = build_engines(config, path, store)
+        self._tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        self._exit = ExitStack()
+        self._launcher = self._exit.enter_context(Launcher(config, target, draft))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all processes. Harmless when done twice."""
+        self._exit.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        mode: Mode | None = None,
+        lookahead: int | None = None,
+        trace: bool = False,
+    ) -> list[Result]:
+        """One result per prompt, in order. A prompt is text, token ids, or a chat (messages with role and content)."""
+        many = [prompts] if _is_one(prompts) else list(prompts)
+        encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
+        requests = [self._submit(ids, params, mode, lookahead, trace) for ids in encoded]
+        return [self._collect(ids, request) for ids, request in zip(encoded, requests, strict=True)]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        mode: Mode | None = None,
+        lookahead: int | None = None,
+        trace: bool = False,
+    ) -> Iterator[Chunk]:
+        """A chunk per round. Text never ends inside a character: what is incomplete waits for the next chunk."""
+        request = self._submit(self.encode(prompt), params, mode, lookahead, trace)
+        decoder = DecodeStream(skip_special_tokens=True)
+        ids: list[int] = []
+        sent = 0
+        finished = False
+        try:
+            for event in self._launcher.client.stream(request):
+                pieces = [decoder.step(self._tokenizer.backend_tokenizer, token) or "" for token in event.tokens]
+                text = "".join(pieces)
+                ids.extend(event.tokens)
+                sent += len(text)
+                finished = event.finish_reason is not None
+                if finished:
+                    text += self._tokenizer.decode(ids, skip_special_tokens=True)[sent:]
+                yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans))
+        finally:
+            if not finished:
+                self._launcher.client.cancel(request)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; a chat goes through the model's chat template."""
+        if isinstance(prompt, str):
+            return list(self._tokenizer.encode(prompt))
+        if prompt and isinstance(prompt[0], Mapping):
+            if self._tokenizer.chat_template is None:
+                raise ConfigError("this model has no chat template: give the prompt as text (--raw)")
+            return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _submit(
+        self, ids: list[int], params: SamplingParams | None, mode: Mode | None, lookahead: int | None, trace: bool
+    ) -> int:
+        return self._launcher.client.submit(
+            ids, params or SamplingParams(), mode=mode, lookahead=lookahead, trace=trace
+        )
+
+    def _collect(self, prompt: list[int], request: int) -> Result:
+        tokens: list[int] = []
+        for event in self._launcher.client.stream(request):
+            tokens.extend(event.tokens)
+        if event.finish_reason is None or event.stats is None:
+            raise ConfigError("the service ended a stream without a reason: client and service are different releases")
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return Result(text, tokens, prompt, event.finish_reason, event.stats, tuple(event.spans))
+
+
+def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:
+    """The engine directories of a deployment, built where they are missing (recipes are relative to its file)."""
+    from saguaro.build.driver import build, default_store, find_recipe
+
+    def engine(recipe: str) -> Path:
+        beside = path.parent / recipe
+        return build(find_recipe(str(beside) if beside.is_file() else recipe), store or default_store())
+
+    speculating = config.draft is not None and config.speculation.mode != "ar"
+    return engine(config.target.recipe), engine(config.draft.recipe) if speculating and config.draft else None
+
+
+def _with_overrides(config: DeploymentConfig, mode: Mode | None, lookahead: int | None) -> DeploymentConfig:
+    speculation = config.speculation
+    if mode is not None:
+        speculation = replace(speculation, mode=mode)
+    if lookahead is not None:
+        speculation = replace(speculation, lookahead=lookahead)
+    return replace(config, speculation=speculation)
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Text, a list of token ids and a list of messages are one prompt each."""
+    return isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], (int, Mapping))

@@ -1,0 +1,183 @@
+"""Two MPI jobs joined by connect/accept, so that either can die without taking the other along.
+
+The verifier listens and leaves its port name in a rendezvous directory. A speculator that is ready to work says so
+there and connects; the verifier then accepts, so that nobody blocks in `accept` for a peer that is still loading.
+Waiting never spins: an MPI probe, then a sleep that grows with the time already waited.
+
+MPI_Finalize and MPI_Comm_disconnect are collective over connected jobs and would hang on a dead peer, so neither is
+called: a rank ends through `leave`, after its messages are out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mpi4py
+
+mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402  (the line above must come first)
+
+from saguaro.errors import LinkError  # noqa: E402
+
+_TAG = 1
+_MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
+_PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
+_LONGEST_SLEEP = 0.002  # seconds
+_PORT_FILE = "target.port"
+_READY_FILE = "draft.ready"
+
+
+def remove_shared_memory() -> None:
+    """Unlink the shared-memory files MPI made for this job; the mappings stay valid.
+
+    MPI does it only in MPI_Finalize, so a rank that is killed would leave them behind for ever. Collective: every rank
+    must have mapped them before the first one unlinks.
+    """
+    MPI.COMM_WORLD.Barrier()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/dev/shm/")[2]
+        if path.startswith("mpich"):
+            with contextlib.suppress(FileNotFoundError):  # a rank of the same node was faster
+                os.unlink(f"/dev/shm/{path.split()[0]}")
+
+
+def leave(status: int) -> NoReturn:
+    """End this rank now."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Appears complete or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({**content, "pid": os.getpid(), "host": socket.gethostname()}))
+    os.replace(partial, path)
+
+
+class MpiChannel:
+    """One end of an inter-communicator of two single processes."""
+
+    def __init__(self, comm: MPI.Intercomm, peer: dict[str, Any]) -> None:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm = comm
+        self._peer_pid: int | None = peer["pid"] if peer["host"] == socket.gethostname() else None
+        self._unsent: deque[tuple[MPI.Request, bytes]] = deque()
+        self._closed = False
+
+    def send(self, data: bytes) -> None:
+        self._check()
+        while self._unsent and self._unsent[0][0].Test():
+            self._unsent.popleft()
+        if len(self._unsent) >= _MAX_UNSENT:
+            self._closed = True
+            raise LinkError(f"the peer has not taken the last {_MAX_UNSENT} messages")
+        try:
+            self._unsent.append((self._comm.Isend([data, MPI.BYTE], dest=0, tag=_TAG), data))
+        except MPI.Exception as error:
+            self._fail(error)
+
+    def receive(self, timeout: float) -> bytes | None:
+        begin = time.monotonic()
+        checked = begin
+        status = MPI.Status()
+        if self._closed:
+            raise LinkError("the channel is closed")
+        while True:
+            try:
+                if self._comm.Iprobe(source=0, tag=_TAG, status=status):
+                    data = bytearray(status.Get_count(MPI.BYTE))
+                    self._comm.Recv([data, MPI.BYTE], source=0, tag=_TAG)
+                    return bytes(data)
+            except MPI.Exception as error:
+                self._fail(error)
+            now = time.monotonic()
+            if now - checked >= _PEER_CHECK or timeout <= 0:
+                self._check()
+                checked = now
+            if now - begin >= timeout:
+                return None
+            # Sleeping a fiftieth of the time already waited adds 2% at most and costs an idle rank next to nothing.
+            time.sleep(min(_LONGEST_SLEEP, max(20e-6, (now - begin) / 50)))
+
+    def close(self) -> None:
+        """Flush what the peer is still taking, for at most a second."""
+        if self._closed:
+            return
+        deadline = time.monotonic() + 1
+        try:
+            while self._unsent and time.monotonic() < deadline:
+                self._check()
+                if self._unsent[0][0].Test():
+                    self._unsent.popleft()
+                else:
+                    time.sleep(0.001)
+        except (LinkError, MPI.Exception):
+            pass  # closing: there is nobody left to tell
+        self._closed = True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise LinkError("the channel is closed")
+        if self._peer_pid is not None:
+            try:
+                os.kill(self._peer_pid, 0)
+            except ProcessLookupError:
+                self._closed = True
+                raise LinkError(f"the peer's process {self._peer_pid} is gone") from None
+
+    def _fail(self, error: MPI.Exception) -> NoReturn:
+        self._closed = True
+        raise LinkError(f"MPI reports that the peer cannot be reached: {error}") from error
+
+
+class Listener:
+    """The verifier's side: one speculator at a time, as often as one comes."""
+
+    def __init__(self, rendezvous: Path) -> None:
+        self._ready = rendezvous / _READY_FILE
+        self._port = MPI.Open_port()
+        self._accepting: threading.Thread | None = None
+        self._accepted: deque[MpiChannel] = deque()
+        _write(rendezvous / _PORT_FILE, {"port": self._port})
+
+    def poll(self) -> MpiChannel | None:
+        """A newly connected speculator, if there is one. Never waits."""
+        if self._accepted:
+            return self._accepted.popleft()
+        busy = self._accepting is not None and self._accepting.is_alive()
+        if not busy and self._ready.exists():
+            peer = json.loads(self._ready.read_text())
+            self._ready.unlink()
+            # `accept` blocks; in a thread it can block nobody even if the speculator dies at this very moment.
+            self._accepting = threading.Thread(target=self._accept, args=(peer,), daemon=True)
+            self._accepting.start()
+        return None
+
+    def _accept(self, peer: dict[str, Any]) -> None:
+        self._accepted.append(MpiChannel(MPI.COMM_SELF.Accept(self._port), peer))
+
+
+def connect(rendezvous: Path, timeout: float) -> MpiChannel:
+    """The speculator's side. Raises LinkError when no verifier listens within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    port_file = rendezvous / _PORT_FILE
+    while not port_file.exists():
+        if time.monotonic() > deadline:
+            raise LinkError(f"no target group opened a port in {rendezvous} within {timeout:.0f} s")
+        time.sleep(0.02)
+    peer = json.loads(port_file.read_text())
+    _write(rendezvous / _READY_FILE, {})
+    try:
+        return MpiChannel(MPI.COMM_SELF.Connect(peer["port"]), peer)
+    except MPI.Exception as error:
+        raise LinkError(f"the target group's port cannot be reached: {error}") from error

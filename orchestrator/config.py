@@ -1,0 +1,137 @@
+"""A deployment: which models, how they speculate, what they may use. Read from one YAML, never changed afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from saguaro.engines.schema import nearest, read_yaml
+from saguaro.errors import ConfigError
+from saguaro.orchestrator import fan_out_policy
+from saguaro.orchestrator.types import Mode, Rule
+from saguaro.plugins.fan_out import FanOut
+
+MAX_LOOKAHEAD = 32
+MAX_BUDGET = 512
+
+
+def _check(valid: bool, key: str, value: object, limit: str) -> None:
+    """For `__post_init__`; the reader adds the file and the section."""
+    if not valid:
+        raise ConfigError(f"{key} must be {limit}, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model and what its process group may use."""
+
+    recipe: str  # name of a shipped recipe, or a path relative to the deployment file
+    threads: int = 1
+    cores: tuple[int, ...] | None = None  # None: the first free cores of this machine, `threads` of them
+    kv_tokens: int = 16384
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        _check(self.threads >= 1, "threads", self.threads, "at least 1")
+        _check(self.cores is None or len(self.cores) > 0, "cores", self.cores, "left out, or name at least one core")
+        _check(1 <= self.block_size <= 1024, "block_size", self.block_size, "between 1 and 1024")
+        _check(self.kv_tokens >= self.block_size, "kv_tokens", self.kv_tokens, f"at least a block ({self.block_size})")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV pool."""
+        return self.kv_tokens // self.block_size
+
+
+@dataclass(frozen=True)
+class FanOutConfig:
+    """`budget` branches spread evenly, or a hand-written list F_0 … F_K in `counts`."""
+
+    budget: int = 8
+    counts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.budget <= MAX_BUDGET, "budget", self.budget, f"between 0 and {MAX_BUDGET} branches")
+        if self.counts is not None:
+            _check(min(self.counts, default=-1) >= 0, "counts", list(self.counts), "a list of numbers of 0 or more")
+            _check(sum(self.counts) <= MAX_BUDGET, "counts", list(self.counts), f"at most {MAX_BUDGET} in all")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    mode: Mode = "ssd"
+    lookahead: int = 4
+    fan_out: FanOutConfig = field(default_factory=FanOutConfig)
+    rule: Rule = "coupled"
+    backup: Literal["primary"] = "primary"
+    width: int = 64  # candidates per draft row at temperature > 0; under `ratio` the support of q
+    cache_aware: float = 1.0  # C of σ_{F,C} (paper, 4.2.1); 1 is off
+    deadline_ms: int = 5000  # how long a round waits for the draft before it goes on without
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.lookahead <= MAX_LOOKAHEAD, "lookahead", self.lookahead, f"between 1 and {MAX_LOOKAHEAD}")
+        _check(1 <= self.width <= 1024, "width", self.width, "between 1 and 1024")
+        _check(0 < self.cache_aware <= 1, "cache_aware", self.cache_aware, "above 0 and at most 1 (off)")
+        _check(self.deadline_ms >= 1, "deadline_ms", self.deadline_ms, "at least 1")
+
+    @property
+    def budget(self) -> int:
+        """ΣF_k: the most branches prepared for one sequence."""
+        return sum(self.fan_out.counts) if self.fan_out.counts else self.fan_out.budget
+
+    def policy(self, budget: int, lookahead: int) -> FanOut:
+        """The fan-out over a trunk of `lookahead` draft tokens; budget 0 means no branches (plain speculation)."""
+        if self.fan_out.counts and budget:
+            return fan_out_policy.fixed(self.fan_out.counts, lookahead)
+        return fan_out_policy.uniform(budget, lookahead)
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    max_sequences: int = 8
+    start_timeout_s: int = 300
+
+    def __post_init__(self) -> None:
+        _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "at least 1")
+        _check(self.start_timeout_s >= 1, "start_timeout_s", self.start_timeout_s, "at least 1")
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    name: str
+    target: ModelConfig
+    draft: ModelConfig | None = None
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
+
+    def __post_init__(self) -> None:
+        mode = self.speculation.mode
+        _check(mode == "ar" or self.draft is not None, "speculation.mode", mode, "`ar` without a `draft:` section")
+
+
+def shipped_deployments() -> list[str]:
+    """Names of the deployments that come with the package."""
+    files = resources.files("saguaro.deployments").iterdir()
+    return sorted(Path(file.name).stem for file in files if file.name.endswith(".yaml"))
+
+
+def find_deployment(name_or_path: str) -> Path:
+    """A YAML file, or the name of a shipped deployment. Raises ConfigError naming the nearest."""
+    path = Path(name_or_path)
+    if path.suffix in {".yaml", ".yml"}:
+        if path.is_file():
+            return path
+        raise ConfigError(f"deployment file {path} does not exist")
+    if name_or_path in shipped_deployments():
+        return Path(str(resources.files("saguaro.deployments") / f"{name_or_path}.yaml"))
+    raise ConfigError(
+        f"there is no deployment named {name_or_path!r}{nearest(name_or_path, shipped_deployments())}; "
+        f"shipped: {', '.join(shipped_deployments())}; or give the path of a .yaml file"
+    )
+
+
+def read_deployment(path: Path) -> DeploymentConfig:
+    """Raises ConfigError naming file and key."""
+    return read_yaml(path, DeploymentConfig)

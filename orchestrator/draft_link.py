@@ -1,0 +1,96 @@
+"""The verifier's end of the link to a speculator: one request and one answer a round, and nothing that can hang.
+
+A speculator that is late is *suspect*: rounds go on without it and nothing more is asked until its answer has come,
+which is then dropped and counted. A speculator that is gone stays gone; another one gets a link of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from saguaro.errors import LinkError, ProtocolError
+from saguaro.orchestrator.channels import Channel
+from saguaro.orchestrator.protocol import Answer, AnswerRow, Bye, DraftRow, Hello, Message, Round, Span, decode, encode
+
+_log = logging.getLogger(__name__)
+
+
+class DraftLink:
+    """Raises LinkError or ProtocolError from the constructor when the speculator does not introduce itself in time."""
+
+    def __init__(self, channel: Channel, *, deployment: int, timeout: float, hello_timeout: float = 10.0) -> None:
+        self._channel = channel
+        self._deployment = deployment
+        self._timeout = timeout  # seconds a round waits for its answer
+        self._round = 0
+        self._suspect = False
+        self.lost = False
+        self.stale_answers = 0
+        data = channel.receive(hello_timeout)
+        if data is None:
+            raise LinkError(f"the speculator connected but did not introduce itself within {hello_timeout:.0f} s")
+        hello = decode(data).body
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"the speculator's first message is a {type(hello).__name__}, not a Hello")
+        self.hello = hello
+
+    @property
+    def ready(self) -> bool:
+        """Whether a round may ask. A suspect link is looked at, without waiting, for the answer it owes."""
+        if self._suspect and not self.lost and self._receive(0) is not None:
+            self.stale_answers += 1
+            self._suspect = False
+            _log.warning("the draft answered round %d late; speculation resumes", self._round)
+        return not self.lost and not self._suspect
+
+    def ask(self, rows: Sequence[DraftRow]) -> bool:
+        """Send a round. False when the speculator turns out to be gone."""
+        self._round += 1
+        try:
+            self._channel.send(encode(Message(self._round, self._deployment, Round(tuple(rows)))))
+        except LinkError as error:
+            self._lose(error)
+        return not self.lost
+
+    def answer(self) -> tuple[tuple[AnswerRow, ...], tuple[Span, ...]]:
+        """The answers to the round just asked; nothing when they do not come in time."""
+        answer = self._receive(self._timeout)
+        if answer is None:
+            if not self.lost:
+                self._suspect = True
+                _log.warning(
+                    "the draft did not answer round %d within %.1f s; decoding goes on without speculation",
+                    self._round,
+                    self._timeout,
+                )
+            return (), ()
+        return answer.rows, answer.spans
+
+    def close(self) -> None:
+        if not self.lost:
+            try:
+                self._channel.send(encode(Message(self._round, self._deployment, Bye())))
+            except LinkError:
+                self.lost = True  # leaving anyway: the peer was faster
+            self._channel.close()
+
+    def _receive(self, timeout: float) -> Answer | None:
+        """The answer to the current round. Whatever else arrives is dropped and counted."""
+        deadline = time.monotonic() + timeout
+        try:
+            while (data := self._channel.receive(max(0.0, deadline - time.monotonic()))) is not None:
+                message = decode(data)
+                if (message.round, message.deployment) == (self._round, self._deployment) and isinstance(
+                    message.body, Answer
+                ):
+                    return message.body
+                self.stale_answers += 1
+        except (LinkError, ProtocolError) as error:
+            self._lose(error)
+        return None
+
+    def _lose(self, error: Exception) -> None:
+        self.lost = True
+        _log.warning("the draft is lost (%s); decoding goes on without speculation", error)

@@ -1,0 +1,1 @@
+"""Draft methods. Each answers hypothetical outcomes; see `base`."""

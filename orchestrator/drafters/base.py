@@ -1,0 +1,54 @@
+"""What a drafter is: something that answers hypothetical outcomes.
+
+Filling the speculation cache is `draft` over predicted outcomes, a miss is `draft` over the one that happened. A
+drafter says how every token was drawn, so that verification has one path and stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from saguaro.orchestrator.protocol import DraftRow
+from saguaro.orchestrator.types import Outcome, Speculation
+from saguaro.plugins.fan_out import FanOut
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What outcomes fork from: the token at column `prefix` and the draft tokens after it.
+
+    An outcome (k, t*) continues it after its first k draft tokens.
+    """
+
+    row: DraftRow
+    prefix: int
+    draft_tokens: tuple[int, ...]
+
+    @staticmethod
+    def under_verification(row: DraftRow, speculation: Speculation) -> Trunk:
+        """The trunk the target verifies now: its outcome is still open."""
+        return Trunk(row, row.length - 1, speculation.tokens)
+
+    @staticmethod
+    def decided(row: DraftRow) -> Trunk:
+        """All that is known before the row's bonus token: its outcome (0, t*) has just happened."""
+        return Trunk(row, row.length - 2, ())
+
+
+class Drafter(Protocol):
+    def catch_up(self, rows: Sequence[DraftRow]) -> None:
+        """Make the draft's state valid for all but the last token of each row."""
+        ...
+
+    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
+        """The likeliest outcomes of each trunk: F_k guesses for every acceptance length k, in order of k.
+
+        The token sent for verification at row k is never a guess there: it cannot be the bonus token (paper, 4.1.1).
+        """
+        ...
+
+    def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
+        """A speculation of `row.lookahead` tokens for every outcome (outcomes of a trunk in order of k)."""
+        ...

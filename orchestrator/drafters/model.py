@@ -1,0 +1,153 @@
+"""Drafting with a draft model: all branches of all sequences advance together, one forward per draft token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from saguaro.engines.base import Engine, causal_batch, fan_out_batch, slots_of
+from saguaro.orchestrator import sampling
+from saguaro.orchestrator.drafters.base import Trunk
+from saguaro.orchestrator.protocol import DraftRow
+from saguaro.orchestrator.types import Outcome, Rule, SparseProbs, Speculation
+from saguaro.plugins.fan_out import FanOut
+
+
+@dataclass
+class _Branches:
+    """The branches of one trunk while they grow: `paths[i]` is the bonus token of branch i and its draft tokens."""
+
+    trunk: Trunk
+    outcomes: Sequence[Outcome]
+    paths: list[list[int]] = field(init=False)
+    probs: list[list[SparseProbs]] = field(init=False)  # `ratio` at temperature > 0: what each draft token came from
+
+    def __post_init__(self) -> None:
+        self.paths = [[outcome.bonus] for outcome in self.outcomes]
+        self.probs = [[] for _ in self.outcomes]
+
+    @property
+    def fan_out(self) -> FanOut:
+        branches = Counter(outcome.accepted for outcome in self.outcomes)
+        return FanOut(tuple(branches[k] for k in range(len(self.trunk.draft_tokens) + 1)))
+
+    def tails(self) -> list[tuple[int, ...]]:
+        """Each branch's tokens after column `prefix`."""
+        return [
+            self.trunk.draft_tokens[: outcome.accepted] + tuple(path)
+            for outcome, path in zip(self.outcomes, self.paths, strict=True)
+        ]
+
+    def speculations(self) -> list[Speculation]:
+        return [
+            Speculation(tuple(path[1:]), tuple(probs) if probs else None)
+            for path, probs in zip(self.paths, self.probs, strict=True)
+        ]
+
+
+class ModelDrafter:
+    """A draft model and its KV pool. Keeps nothing of a sequence but what lies in the slots of its block table."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rule: Rule,
+        policy: Callable[[int, int], FanOut],
+        *,
+        width: int = 64,
+        cache_aware: float = 1.0,
+    ) -> None:
+        self._engine = engine
+        self._rule: Rule = rule
+        self._policy = policy  # (budget, lookahead) -> fan-out; cache-aware sampling favours what it will guess
+        self._width = width  # candidates per row at temperature > 0: under `ratio` the support of q
+        self._cache_aware = cache_aware  # C of σ_{F,C}
+        self._token_in_slot = np.zeros(engine.num_blocks * engine.block_size, dtype=np.int64)
+
+    def catch_up(self, rows: Sequence[DraftRow]) -> None:
+        behind = [row for row in rows if len(row.tokens) > 1]
+        if behind:
+            self._feed(behind, [row.tokens[:-1] for row in behind], [0] * len(behind))
+
+    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
+        lengths = [len(trunk.draft_tokens) + 1 for trunk in trunks]
+        logits = self._feed(
+            [trunk.row for trunk in trunks], [trunk.row.tokens + trunk.draft_tokens for trunk in trunks], lengths
+        )
+        return [
+            self._guess(trunk, fan_out, rows)
+            for trunk, fan_out, rows in zip(trunks, fan_outs, logits.split(lengths), strict=True)
+        ]
+
+    def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
+        branches = [_Branches(trunk, guessed) for trunk, guessed in zip(trunks, outcomes, strict=True)]
+        for depth in range(max((trunk.row.lookahead for trunk in trunks), default=0)):
+            active = [b for b in branches if b.paths and depth < b.trunk.row.lookahead]
+            if not active:
+                break
+            batch = fan_out_batch(
+                torch.tensor([path[-1] for b in active for path in b.paths]),
+                [b.fan_out for b in active],
+                [b.trunk.prefix for b in active],
+                [b.trunk.row.table for b in active],
+                depth,
+                self._engine.block_size,
+            )
+            logits = self._engine.forward(batch).logits
+            for b, rows in zip(active, logits.split(batch.rows), strict=True):
+                self._extend(b, rows)
+        return [b.speculations() for b in branches]
+
+    def _feed(self, rows: Sequence[DraftRow], tokens: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> torch.Tensor:
+        """One causal forward from each row's `start` on; logits of the last `wanted` rows of each."""
+        batch = causal_batch(
+            tokens, [row.start for row in rows], [row.table for row in rows], wanted, self._engine.block_size
+        )
+        self._token_in_slot[batch.slots.numpy()] = batch.token_ids.numpy()
+        return self._engine.forward(batch).logits
+
+    def _guess(self, trunk: Trunk, fan_out: FanOut, logits: torch.Tensor) -> list[Outcome]:
+        if fan_out.branches == 0:
+            return []
+        tails = [trunk.draft_tokens[:k] for k in range(len(fan_out.counts))]
+        width = max(fan_out.counts) + 1  # one more, since one may be the token under verification
+        candidates = self._propose(trunk, logits, tails, width)
+        outcomes: list[Outcome] = []
+        for k, count in enumerate(fan_out.counts):
+            sent = trunk.draft_tokens[k] if k < len(trunk.draft_tokens) else None
+            outcomes.extend(Outcome(k, token) for token in candidates.guesses(k, count, sent))
+        return outcomes
+
+    def _extend(self, branches: _Branches, logits: torch.Tensor) -> None:
+        """One more token for every branch of one sequence."""
+        row = branches.trunk.row
+        depth = len(branches.paths[0]) - 1
+        tails = branches.tails()
+        candidates = self._propose(
+            branches.trunk, logits, tails, 1 if row.request.params.temperature == 0 else self._width
+        )
+        if candidates.probs is None:
+            for path, token in zip(branches.paths, candidates.ids[:, 0].tolist(), strict=True):
+                path.append(token)
+            return
+        fan_out = self._policy(row.budget, row.lookahead).counts[depth]
+        for index, tail in enumerate(tails):
+            position = branches.trunk.prefix + 1 + len(tail)
+            uniform = sampling.uniform(row.request.seed, position, sampling.Purpose.DRAFT)
+            token, probs = sampling.draw_draft(candidates, index, uniform, fan_out, self._cache_aware)
+            branches.paths[index].append(token)
+            branches.probs[index].append(probs)
+
+    def _propose(
+        self, trunk: Trunk, logits: torch.Tensor, tails: Sequence[tuple[int, ...]], width: int
+    ) -> sampling.Candidates:
+        """Candidates for the token after each tail. The history is read only if a parameter depends on it."""
+        context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
+        if sampling.needs_history(trunk.row.request.params):
+            slots = slots_of(trunk.row.table, context, self._engine.block_size)
+            context = self._token_in_slot[slots].tolist()
+        return sampling.propose(logits, trunk.row.request, self._rule, context, tails, width)

@@ -1,0 +1,116 @@
+"""What is measured: spans of work on the host's monotonic clock, and the figures of one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.sequence import RoundRecord
+
+
+class Timeline:
+    """Collects spans until somebody fetches them."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(name, start, time.perf_counter_ns()))
+
+    def drain(self) -> tuple[Span, ...]:
+        """Everything since the last call."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """The figures of one request. A figure without data (no hit yet, no speculation at all) is None, never a zero."""
+
+    mode: str
+    rounds: int
+    tokens: int
+    tokens_per_second: float | None  # of decoding: tokens after the first, over the time after the first
+    acceptance_length: float | None  # tokens per round of decoding, bonus included
+    hit_rate: float | None
+    e_hit: float | None  # acceptance length of rounds whose speculation was a hit
+    e_miss: float | None
+    t_p: float | None  # preparing a round's branches, in units of one verification
+    t_b: float | None  # drafting after a miss, in the same units
+    wait_ms: float | None  # mean time the verifier waited for the speculator in a round
+    verify_ms: float | None  # mean time of a verification
+    ttft_ms: float | None  # from submission to the first token
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    data = list(values)
+    return sum(data) / len(data) if data else None
+
+
+def request_stats(
+    mode: str, rounds: Sequence[RoundRecord], spans: Sequence[Span], submitted: int, first: int, last: int
+) -> RequestStats:
+    """`rounds` starts with the prefill, which emits the first token at time `first` (ns); `last` is the last token's.
+
+    `spans` are those of the rounds the request took part in, from both roles, prefill left out.
+    """
+    decoding = rounds[1:]
+    seconds = {
+        name: [(span.end - span.start) / 1e9 for span in spans if span.name == name]
+        for name in ("verify", "wait", "prepare", "backup")
+    }
+    verify = _mean(seconds["verify"])
+
+    def in_verifications(name: str) -> float | None:
+        mean = _mean(seconds[name])
+        return mean / verify if mean is not None and verify else None
+
+    tokens = sum(record.tokens for record in decoding)
+    elapsed = (last - first) / 1e9
+    wait = _mean(seconds["wait"])
+    asked = [record for record in decoding if record.hit is not None]
+    return RequestStats(
+        mode=mode,
+        rounds=len(rounds),
+        tokens=sum(record.tokens for record in rounds),
+        tokens_per_second=tokens / elapsed if elapsed > 0 else None,
+        acceptance_length=_mean(record.tokens for record in decoding),
+        hit_rate=_mean(float(bool(record.hit)) for record in asked),
+        e_hit=_mean(record.tokens for record in asked if record.hit),
+        e_miss=_mean(record.tokens for record in asked if not record.hit),
+        t_p=in_verifications("prepare"),
+        t_b=in_verifications("backup"),
+        wait_ms=wait * 1e3 if wait is not None else None,
+        verify_ms=verify * 1e3 if verify is not None else None,
+        ttft_ms=(first - submitted) / 1e6,
+    )
+
+
+def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
+    """Spans as a Chrome trace (load it in chrome://tracing or Perfetto): one line for each role."""
+    roles = {"verify": 1, "wait": 1, "commit": 1, "prepare": 2, "backup": 2}
+    names = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": pid, "args": {"name": name}}
+        for pid, name in ((1, "verifier"), (2, "speculator"))
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": span.name,
+            "pid": roles[span.name],
+            "tid": roles[span.name],
+            "ts": span.start / 1e3,
+            "dur": (span.end - span.start) / 1e3,
+        }
+        for span in spans
+    ]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}

@@ -1,0 +1,147 @@
+"""Every message between verifier and speculator, and its bytes.
+
+A message is a fixed header (magic, protocol version, kind, round, deployment, payload length) and a MessagePack
+payload. Nothing is unpickled; lengths are checked before anything is allocated. How bytes travel is a channel's matter.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from saguaro.errors import ConfigError, ProtocolError
+from saguaro.orchestrator.types import Outcome, RequestSampling, Speculation
+
+VERSION = 1
+MAX_PAYLOAD = 64 * 2**20
+_MAGIC = b"SGRO"
+_HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    ROUND = 2
+    ANSWER = 3
+    BYE = 4
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Speculator -> verifier, once after connecting: what the verifier must know to own the draft's block tables."""
+
+    token_map_sha256: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """One sequence in a round. All the speculator needs to serve it; nothing of it is remembered there but KV.
+
+    `tokens` are the committed tokens from position `start` on, the first whose draft KV is not valid. With an
+    `outcome` they are just its bonus token. A `prefill` row only asks to get ready: the target is prefilling too, so
+    there is nothing to answer yet.
+    """
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...]
+    outcome: Outcome | None  # of the last round, the key of the cache; None: no branches can match
+    prefill: bool
+    lookahead: int  # draft tokens wanted
+    budget: int  # branches to prepare; 0 for plain speculative decoding
+    table: tuple[int, ...]  # draft blocks: committed tokens, trunk, and scratch for the branches
+    request: RequestSampling
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, the last one included."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Verifier -> speculator: the outcomes of the last round and the sequences that joined."""
+
+    rows: tuple[DraftRow, ...]
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    sequence: int
+    hit: bool
+    speculation: Speculation
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work on the host's monotonic clock, in nanoseconds: for T_p, T_b and the trace."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Speculator -> verifier: a speculation for every row that is not a prefill, and what it did since the last one."""
+
+    rows: tuple[AnswerRow, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Bye:
+    """Either side is leaving in good order."""
+
+
+Body = Hello | Round | Answer | Bye
+_BODIES: dict[Kind, type[Any]] = {Kind.HELLO: Hello, Kind.ROUND: Round, Kind.ANSWER: Answer, Kind.BYE: Bye}
+_KINDS = {body: kind for kind, body in _BODIES.items()}
+_DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in _BODIES.items()}
+
+
+@dataclass(frozen=True)
+class Message:
+    round: int
+    deployment: int  # identifies one start of one target group: answers to an earlier one are foreign
+    body: Body
+
+
+def encode(message: Message) -> bytes:
+    """Raises ProtocolError when the message is larger than a peer would accept."""
+    payload = msgspec.msgpack.encode(message.body)
+    if len(payload) > MAX_PAYLOAD:
+        raise ProtocolError(
+            f"a message of {len(payload)} bytes exceeds the limit of {MAX_PAYLOAD}: lower max_sequences"
+        )
+    kind = _KINDS[type(message.body)]
+    return _HEADER.pack(_MAGIC, VERSION, kind, message.round, message.deployment, len(payload)) + payload
+
+
+def decode(data: bytes) -> Message:
+    """Raises ProtocolError for anything this version did not write."""
+    if len(data) < _HEADER.size:
+        raise ProtocolError(f"a message of {len(data)} bytes is shorter than its header ({_HEADER.size} bytes)")
+    magic, version, number, round_number, deployment, length = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise ProtocolError(f"a message starts with {magic!r} instead of {_MAGIC!r}: the peer is not a Saguaro process")
+    if version != VERSION:
+        raise ProtocolError(
+            f"the peer speaks protocol version {version}, this side {VERSION}: install the same release"
+        )
+    if length != len(data) - _HEADER.size:
+        raise ProtocolError(f"a message announces {length} payload bytes and carries {len(data) - _HEADER.size}")
+    if number not in _BODIES:
+        raise ProtocolError(f"message kind {number} is not known to protocol version {VERSION}")
+    try:
+        body = _DECODERS[Kind(number)].decode(data[_HEADER.size :])
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise ProtocolError(f"a {Kind(number).name} message cannot be read: {error}") from error
+    return Message(round_number, deployment, body)

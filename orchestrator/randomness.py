@@ -1,0 +1,118 @@
+"""Counter-based random numbers: every draw is a pure function of (seed, position, purpose).
+
+There is no generator and no state, so a draw does not depend on the batch, the mode, the lookahead, misses, restarts or
+other requests. The function is Philox4x32-10 (Salmon et al., SC 2011): the key is the 64-bit seed, the counter is
+
+    (token block, position low word, position high word, purpose)
+
+and one evaluation gives four 32-bit words. Gumbel noise takes one word per token, lane `id % 4` of block `id // 4`;
+a uniform takes two words of block 0.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+LANES = 4
+NOISE_BITS = 24
+
+_ROUNDS = 10
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_CHUNK = 16384  # counters at a time: the working set stays in the L2 cache
+
+
+class Purpose(IntEnum):
+    """What a draw is for. Draws of one position for different purposes are independent."""
+
+    GUMBEL = 0
+    ACCEPT = 1
+    BONUS = 2
+    DRAFT = 3
+
+
+def philox(counters: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Philox4x32-10. Counters are [4, n] 32-bit words, the seed's low word is the first key; result [4, n] words.
+
+    Words travel in 64-bit integers, so that one product holds both halves.
+    """
+    multipliers = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+    weyl = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+    key = np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint64)
+    keys = (key + np.arange(_ROUNDS, dtype=np.uint64)[:, None] * weyl) & _WORD  # [rounds, 2]
+    words = np.empty_like(counters)
+    for start in range(0, counters.shape[1], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        even, odd = counters[0::2, part], counters[1::2, part]
+        for round_key in keys[:, :, None]:
+            products = (multipliers * even)[::-1]
+            even, odd = (products >> _HALF) ^ odd ^ round_key, products & _WORD
+        words[0::2, part], words[1::2, part] = even, odd
+    return words
+
+
+def _words(seed: int, blocks: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.uint64]:
+    """[4, n] words of each (block, position); the two broadcast against each other."""
+    at = np.asarray(positions, dtype=np.uint64)
+    block = np.asarray(blocks, dtype=np.uint64)
+    counters = np.empty((LANES, np.broadcast(block, at).size), dtype=np.uint64)
+    counters[0], counters[1], counters[2], counters[3] = block, at & _WORD, at >> _HALF, purpose
+    return philox(counters, seed)
+
+
+def uniforms(seed: int, positions: ArrayLike, purpose: Purpose) -> NDArray[np.float64]:
+    """One number in [0, 1) for each of the n positions, with all 53 bits of a double; [n]."""
+    high, low, _, _ = _words(seed, 0, np.atleast_1d(np.asarray(positions, dtype=np.uint64)), purpose)
+    drawn: NDArray[np.float64] = ((high >> 5) * 2.0**26 + (low >> 6)) * 2.0**-53
+    return drawn
+
+
+def uniform(seed: int, position: int, purpose: Purpose) -> float:
+    """One number in [0, 1)."""
+    return float(uniforms(seed, position, purpose)[0])
+
+
+def block_bits(seed: int, positions: ArrayLike, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The 24-bit noise of whole blocks, [n, 4]: entry [i, lane] belongs to token `4 * blocks[i] + lane`."""
+    return (_words(seed, blocks, positions, Purpose.GUMBEL).T >> (32 - NOISE_BITS)).astype(np.int64)
+
+
+def noise_bits(seed: int, positions: ArrayLike, token_ids: ArrayLike) -> NDArray[np.int64]:
+    """The 24-bit noise of each token; positions and ids broadcast, the result has their common shape.
+
+    Neighbouring ids of one block share its evaluation: the whole vocabulary in order costs V/4 blocks.
+    """
+    tokens, at = np.broadcast_arrays(np.asarray(token_ids, dtype=np.int64), np.asarray(positions, dtype=np.uint64))
+    shape, tokens, at = tokens.shape, tokens.ravel(), at.ravel()
+    blocks = tokens // LANES
+    fresh = np.ones(tokens.size, dtype=bool)
+    fresh[1:] = (blocks[1:] != blocks[:-1]) | (at[1:] != at[:-1])
+    bits: NDArray[np.int64] = block_bits(seed, at[fresh], blocks[fresh])[np.cumsum(fresh) - 1, tokens % LANES]
+    return bits.reshape(shape)
+
+
+def gumbel_of(bits: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The Gumbel variate of 24-bit noise i: the quantile at u = (i + 0.5) / 2^24. Increasing in i, hence bounded."""
+    noise: NDArray[np.float64] = -np.log(-np.log((bits + 0.5) * 2.0**-NOISE_BITS))
+    return noise
+
+
+def gumbel(seed: int, position: ArrayLike, token_ids: ArrayLike) -> NDArray[np.float64]:
+    """Gumbel noise of each token at its position, within [GUMBEL_MIN, GUMBEL_MAX]; the two broadcast."""
+    return gumbel_of(noise_bits(seed, position, token_ids))
+
+
+def bits_reaching(noise: float) -> int:
+    """A bound for pruning: no 24-bit value below it has Gumbel noise of `noise` or more."""
+    if noise <= GUMBEL_MIN:
+        return 0
+    exact = math.exp(-math.exp(-noise)) * 2.0**NOISE_BITS - 0.5
+    return max(0, math.floor(exact) - 1)  # one step lower than exact, whatever `exp` rounds to
+
+
+GUMBEL_MIN = -math.log(-math.log(0.5 * 2.0**-NOISE_BITS))
+GUMBEL_MAX = -math.log(-math.log1p(-0.5 * 2.0**-NOISE_BITS))

@@ -1,0 +1,130 @@
+"""What a rank of a deployment does: `python -m saguaro.orchestrator.rank ROLE RUNTIME`, started by `launch`.
+
+A rank ends when its service is told to, when its peer is gone for good (speculator), or when its standard input
+closes, which means that whoever launched it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from saguaro.engines import load_engine
+from saguaro.engines.base import Engine
+from saguaro.engines.manifest import Manifest
+from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
+from saguaro.orchestrator.channels import mpi
+from saguaro.orchestrator.config import ModelConfig
+from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.kv_blocks import BlockPool
+from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, service_socket
+from saguaro.orchestrator.protocol import Hello
+from saguaro.orchestrator.service import Service
+from saguaro.orchestrator.speculator import Speculator
+from saguaro.orchestrator.target import EngineTarget
+
+_log = logging.getLogger(__name__)
+
+
+def run_target(plan: LaunchPlan, runtime: Path) -> None:
+    """The leader: rank 0 of the target group."""
+    config = plan.config
+    engine = _load(plan.target_engine, config.target, plan.target_cores)
+    manifest = Manifest.load(Path(plan.target_engine))
+    listener = mpi.Listener(runtime) if config.draft else None
+    draft = config.draft or config.target
+
+    def links() -> DraftLink | None:
+        """A speculator that has just connected and fits. One that does not is a warning, not the end of serving."""
+        channel = listener.poll() if listener else None
+        if channel is None:
+            return None
+        try:
+            link = DraftLink(channel, deployment=plan.deployment, timeout=config.speculation.deadline_ms / 1e3)
+            _check_hello(link.hello, manifest, draft)
+        except (LinkError, ProtocolError, LaunchError) as error:
+            _log.warning("refused a draft: %s", error)
+            channel.close()
+            return None
+        return link
+
+    Service(
+        config,
+        EngineTarget(engine, config.speculation.rule),
+        BlockPool(draft.num_blocks, draft.block_size),
+        manifest.eos_token_ids,
+        service_socket(runtime),
+        links,
+    ).run()
+
+
+def run_draft(plan: LaunchPlan, runtime: Path) -> None:
+    """The speculator."""
+    config = plan.config
+    if config.draft is None or plan.draft_engine is None:
+        raise LaunchError("this deployment has no draft section, so there is nothing for a draft rank to do")
+    engine = _load(plan.draft_engine, config.draft, plan.draft_cores)
+    speculation = config.speculation
+    hello = Hello(
+        token_map_sha256=Manifest.load(Path(plan.draft_engine)).token_map_sha256,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        num_blocks=engine.num_blocks,
+        block_size=engine.block_size,
+    )
+    drafter = ModelDrafter(
+        engine, speculation.rule, speculation.policy, width=speculation.width, cache_aware=speculation.cache_aware
+    )
+    channel = mpi.connect(runtime, config.serving.start_timeout_s)
+    try:
+        Speculator(drafter, channel, speculation.policy, hello).run()
+    finally:
+        channel.close()
+
+
+def _load(directory: str, model: ModelConfig, cores: tuple[int, ...]) -> Engine:
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(model.threads)
+    return load_engine(Path(directory), block_size=model.block_size, num_blocks=model.num_blocks)
+
+
+def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:
+    """Raises LaunchError when the speculator cannot serve this target."""
+    if hello.token_map_sha256 != target.token_map_sha256:
+        raise LaunchError("its token ids are not the target's: build both engines with the same tokenizer")
+    if (hello.num_blocks, hello.block_size) != (draft.num_blocks, draft.block_size):
+        raise LaunchError(f"its KV pool ({hello.num_blocks} blocks of {hello.block_size}) is not the deployment's")
+
+
+def _leave_with_launcher(runtime: Path) -> None:
+    """Wait for the end of standard input, then leave and take the runtime directory along."""
+    sys.stdin.buffer.read()
+    shutil.rmtree(runtime, ignore_errors=True)
+    mpi.leave(1)
+
+
+def main() -> None:
+    role, runtime = sys.argv[1], Path(sys.argv[2])
+    logging.basicConfig(format=LOG_FORMAT, level=os.environ.get("SAGUARO_LOG_LEVEL", "WARNING"))
+    mpi.remove_shared_memory()
+    threading.Thread(target=_leave_with_launcher, args=(runtime,), daemon=True).start()
+    try:
+        {"target": run_target, "draft": run_draft}[role](LaunchPlan.read(runtime), runtime)
+    except SaguaroError as error:
+        _log.error("%s", error)
+        mpi.leave(1)
+    except Exception:  # the edge of the process: MPI must not be left waiting for an unwinding interpreter
+        _log.exception("the %s failed", role)
+        mpi.leave(1)
+    mpi.leave(0)
+
+
+if __name__ == "__main__":
+    main()

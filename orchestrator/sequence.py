@@ -1,0 +1,71 @@
+"""One request while it runs: the only mutable thing the verifier, the scheduler and the service share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from saguaro.errors import ConfigError
+from saguaro.orchestrator.kv_blocks import BlockTable
+from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one round did for one sequence."""
+
+    tokens: int  # emitted, bonus included
+    hit: bool | None  # None: nothing was asked of the speculator
+
+
+@dataclass
+class Sequence:
+    """`tokens` is the truth: prompt and everything committed. The KV of both models follows it.
+
+    `target_length` and `draft_length` count the leading positions whose KV is valid in each model's pool.
+    """
+
+    id: int
+    request: RequestSampling
+    tokens: list[int]
+    mode: Mode
+    lookahead: int
+    target_table: BlockTable
+    draft_table: BlockTable
+    target_length: int = 0
+    draft_length: int = 0
+    outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
+    finish_reason: FinishReason | None = None
+    error: ConfigError | None = None  # why it cannot go on, with finish_reason "error"
+    rounds: list[RoundRecord] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self.tokens)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.request.prompt_length
+
+    def commit(self, tokens: list[int], max_model_len: int) -> list[int]:
+        """Append what a round emitted, up to and including the token that ends the request; returns that part.
+
+        Ends apply in token order: nothing after an end is committed, counted or streamed.
+        """
+        committed: list[int] = []
+        for token in tokens:
+            self.tokens.append(token)
+            committed.append(token)
+            if token in self.request.stop_ids:
+                self.finish_reason = "stop"
+            elif self.emitted == self.request.params.max_tokens or self.length >= max_model_len:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                break
+        return committed
+
+    def release(self) -> None:
+        """Give every block back."""
+        self.target_table.truncate(0)
+        self.draft_table.truncate(0)

@@ -1,0 +1,222 @@
+"""The leader's loop: take commands, admit, run a round, stream what it emitted.
+
+Clients talk to it over one local socket and are numbered by it; a client that is slow or gone never holds it up.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from saguaro.errors import ConfigError, ProtocolError, SaguaroError
+from saguaro.orchestrator.config import DeploymentConfig
+from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
+from saguaro.orchestrator.metrics import request_stats
+from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.sampling import check_vocabulary
+from saguaro.orchestrator.scheduler import Scheduler
+from saguaro.orchestrator.sequence import Sequence
+from saguaro.orchestrator.service_protocol import (
+    MAX_MESSAGE,
+    Cancel,
+    Failed,
+    GetStatus,
+    Shutdown,
+    Status,
+    Submit,
+    Tokens,
+    decode_command,
+    encode,
+)
+from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.types import Mode, RequestSampling
+from saguaro.orchestrator.verifier import Verifier
+
+_log = logging.getLogger(__name__)
+_MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
+_IDLE_MS = 20
+
+
+@dataclass
+class _Request:
+    """Where a sequence's tokens go, and what its figures are made of."""
+
+    client: bytes
+    number: int
+    sequence: Sequence
+    trace: bool
+    submitted: int  # ns
+    first: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+
+class Service:
+    """`links` is asked between rounds for a newly connected speculator."""
+
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        target: EngineTarget,
+        draft_pool: BlockPool,
+        stop_ids: tuple[int, ...],
+        socket: Path,
+        links: Callable[[], DraftLink | None],
+    ) -> None:
+        engine = target.engine
+        self._config = config
+        self._vocab_size = engine.vocab_size
+        self._stop_ids = stop_ids
+        self._target_pool = BlockPool(engine.num_blocks, engine.block_size)
+        self._draft_pool = draft_pool
+        self._links = links
+        self._scheduler = Scheduler(
+            self._target_pool, max_sequences=config.serving.max_sequences, max_model_len=engine.max_model_len
+        )
+        self._verifier = Verifier(target, max_model_len=engine.max_model_len, budget=config.speculation.budget)
+        self._requests: dict[int, _Request] = {}
+        self._next_id = 0
+        self._running = True
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._socket.bind(f"ipc://{socket}")
+
+    def run(self) -> None:
+        """Serve until a client says Shutdown. The speculator is told before this returns."""
+        try:
+            while self._running:
+                self._take_commands()
+                self._take_links()
+                if batch := self._scheduler.schedule():
+                    self._round(batch)
+        finally:
+            if self._verifier.link:
+                self._verifier.link.close()
+            self._context.destroy(linger=500)
+
+    def _round(self, batch: list[Sequence]) -> None:
+        result = self._verifier.step(batch)
+        now = time.perf_counter_ns()
+        for sequence, tokens in zip(batch, result.tokens, strict=True):
+            request = self._requests[sequence.id]
+            if not request.first:
+                request.first = now
+            else:
+                request.spans.extend(result.spans)
+            if sequence.error:
+                self._drop(request)
+                self._send(request.client, Failed(request.number, "ConfigError", str(sequence.error)))
+            elif sequence.finish_reason:
+                self._finish(request, tokens, now)
+            else:
+                self._send(request.client, Tokens(request.number, tokens))
+
+    def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
+        sequence = request.sequence
+        stats = request_stats(
+            sequence.mode, sequence.rounds, request.spans, request.submitted, request.first or now, now
+        )
+        spans = request.spans if request.trace else []
+        self._drop(request)
+        self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans))
+
+    def _drop(self, request: _Request) -> None:
+        self._scheduler.remove(request.sequence)
+        del self._requests[request.sequence.id]
+
+    def _take_links(self) -> None:
+        link = self._links()
+        if link is not None:
+            self._verifier.attach(link, [request.sequence for request in self._requests.values()])
+            _log.info("a draft is connected")
+
+    def _take_commands(self) -> None:
+        """Everything that has arrived; waits a little when there is nothing else to do."""
+        busy = self._scheduler.running or self._scheduler.waiting
+        while self._socket.poll(0 if busy else _IDLE_MS):
+            client, *frames = self._socket.recv_multipart()
+            try:
+                self._command(client, b"".join(frames))
+            except ProtocolError as error:
+                _log.warning("dropped what a client sent: %s", error)
+            busy = True
+
+    def _command(self, client: bytes, data: bytes) -> None:
+        command = decode_command(data)
+        match command:
+            case Submit():
+                try:
+                    self._submit(client, command)
+                except SaguaroError as error:
+                    self._send(client, Failed(command.request, type(error).__name__, str(error)))
+            case Cancel():
+                for request in list(self._requests.values()):
+                    if (request.client, request.number) == (client, command.request):
+                        request.sequence.finish_reason = "cancelled"
+                        self._finish(request, [], time.perf_counter_ns())
+            case GetStatus():
+                self._send(client, self._status())
+            case Shutdown():
+                self._running = False
+
+    def _submit(self, client: bytes, submit: Submit) -> None:
+        """Raises ConfigError or CapacityError naming what is wrong with the request."""
+        limits = self._config.speculation
+        mode = submit.mode or limits.mode
+        lookahead = limits.lookahead if submit.lookahead is None else submit.lookahead
+        if _MODES.index(mode) > _MODES.index(limits.mode):
+            raise ConfigError(f"mode {mode!r} is more than this deployment's {limits.mode!r}: ask for {limits.mode!r}")
+        if not 1 <= lookahead <= limits.lookahead:
+            raise ConfigError(f"lookahead must be between 1 and this deployment's {limits.lookahead}, got {lookahead}")
+        if not submit.prompt:
+            raise ConfigError("the prompt has no tokens")
+        if not all(0 <= token < self._vocab_size for token in submit.prompt):
+            raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
+        params = submit.params
+        check_vocabulary(params, self._vocab_size)
+        sequence = Sequence(
+            id=self._next_id,
+            request=RequestSampling(
+                params=params,
+                seed=secrets.randbits(64) if params.seed is None else params.seed,
+                prompt_length=len(submit.prompt),
+                stop_ids=(() if params.ignore_eos else self._stop_ids) + params.stop_token_ids,
+            ),
+            tokens=list(submit.prompt),
+            mode=mode,
+            lookahead=lookahead,
+            target_table=BlockTable(self._target_pool),
+            draft_table=BlockTable(self._draft_pool),
+        )
+        self._scheduler.add(sequence)
+        self._next_id += 1
+        self._requests[sequence.id] = _Request(client, submit.request, sequence, submit.trace, time.perf_counter_ns())
+
+    def _status(self) -> Status:
+        link = self._verifier.link
+        drafting = link is not None and not link.lost
+        wants_draft = self._config.speculation.mode != "ar"
+        return Status(
+            health="degraded" if wants_draft and not drafting else "ok",
+            mode=self._config.speculation.mode if drafting else "ar",
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.waiting,
+            free_target_blocks=self._target_pool.free_blocks,
+            target_blocks=self._target_pool.num_blocks,
+            free_draft_blocks=self._draft_pool.free_blocks,
+            draft_blocks=self._draft_pool.num_blocks,
+            stale_answers=link.stale_answers if link else 0,
+        )
+
+    def _send(self, client: bytes, event: Tokens | Failed | Status) -> None:
+        try:
+            self._socket.send_multipart([client, encode(event)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            _log.warning("a client does not read what it is sent; dropped an event")

@@ -1,0 +1,95 @@
+"""What a client and the service say to each other over the local socket: MessagePack, typed, bounded."""
+
+from __future__ import annotations
+
+import msgspec
+
+from saguaro.errors import ConfigError, ProtocolError
+from saguaro.orchestrator.metrics import RequestStats
+from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams
+
+MAX_MESSAGE = 16 * 2**20
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """`mode` and `lookahead` may lower what the deployment allows, never raise it; None takes the deployment's."""
+
+    request: int  # the client's number for it
+    prompt: list[int]
+    params: SamplingParams
+    mode: Mode | None = None
+    lookahead: int | None = None
+    trace: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    request: int
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """What a round emitted for a request. With `finish_reason` it is the last one and carries the figures."""
+
+    request: int
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    spans: list[Span] = []
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The request cannot be served; nothing else is affected."""
+
+    request: int
+    error: str  # name of the SaguaroError subclass
+    message: str
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    health: str  # ok, or degraded while a configured draft is away
+    mode: Mode  # what new requests get now
+    running: int
+    waiting: int
+    free_target_blocks: int
+    target_blocks: int
+    free_draft_blocks: int
+    draft_blocks: int
+    stale_answers: int
+
+
+Command = Submit | Cancel | GetStatus | Shutdown
+Event = Tokens | Failed | Status
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises ProtocolError for anything a client of this version would not send."""
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolError(f"a command of {len(data)} bytes exceeds the limit of {MAX_MESSAGE}")
+    try:
+        return _commands.decode(data)
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise ProtocolError(f"a command cannot be read: {error}") from error
+
+
+def decode_event(data: bytes) -> Event:
+    """Raises ProtocolError for anything a service of this version would not send."""
+    try:
+        return _events.decode(data)
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise ProtocolError(f"an event cannot be read: {error}") from error

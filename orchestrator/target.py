@@ -1,0 +1,50 @@
+"""The target: what verifies. Here, any engine and our own acceptance rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from torch import Tensor
+
+from saguaro.engines.base import Engine, causal_batch
+from saguaro.errors import ConfigError
+from saguaro.orchestrator import sampling
+from saguaro.orchestrator.sequence import Sequence
+from saguaro.orchestrator.types import Outcome, Rule, Speculation
+
+
+class EngineTarget:
+    """An engine whose logits are turned into outcomes by `sampling.verify`."""
+
+    def __init__(self, engine: Engine, rule: Rule) -> None:
+        self.engine = engine
+        self._rule: Rule = rule
+
+    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | ConfigError]:
+        """One forward over all trunks, then each sequence's outcome, or why that sequence cannot go on.
+
+        Rows start at the first position without valid KV, so that a prefill is the verification of an empty
+        speculation behind a long context.
+        """
+        wanted = [len(speculation.tokens) + 1 for speculation in speculations]
+        batch = causal_batch(
+            [
+                [*sequence.tokens[sequence.target_length :], *speculation.tokens]
+                for sequence, speculation in zip(sequences, speculations, strict=True)
+            ],
+            [sequence.target_length for sequence in sequences],
+            [sequence.target_table.blocks for sequence in sequences],
+            wanted,
+            self.engine.block_size,
+        )
+        logits = self.engine.forward(batch).logits.split(wanted)
+        return [
+            self._decide(rows, sequence, speculation)
+            for rows, sequence, speculation in zip(logits, sequences, speculations, strict=True)
+        ]
+
+    def _decide(self, logits: Tensor, sequence: Sequence, speculation: Speculation) -> Outcome | ConfigError:
+        try:
+            return sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation)
+        except ConfigError as error:
+            return error

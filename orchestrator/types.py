@@ -1,0 +1,103 @@
+"""What the parts of the orchestrator say to each other. Plain data; no engine, channel or role is known here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from saguaro.errors import ConfigError
+
+Mode = Literal["ar", "sd", "ssd"]
+Rule = Literal["coupled", "ratio"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request turns logits into tokens. Every field is honoured exactly in every mode, or refused.
+
+    temperature 0 is argmax. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. Penalties and `min_tokens` count
+    per token, also inside a speculation. Token ids only: text belongs to the tokenizer's side.
+    Raises ConfigError naming the field, its limit and what was given.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 256
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def check(name: str, valid: bool, limit: str) -> None:
+            if not valid:
+                raise ConfigError(f"{name} must be {limit}, got {getattr(self, name)!r}")
+
+        def finite(value: float, low: float, high: float) -> bool:
+            return math.isfinite(value) and low <= value <= high
+
+        check("temperature", finite(self.temperature, 0, 100), "between 0 (greedy) and 100")
+        check("top_k", self.top_k >= 0, "0 (off) or a positive number of tokens")
+        check("top_p", finite(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1 (off)")
+        check("min_p", finite(self.min_p, 0, 1), "between 0 (off) and 1")
+        check("repetition_penalty", finite(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0, "above 0")
+        check("presence_penalty", finite(self.presence_penalty, -2, 2), "between -2 and 2")
+        check("frequency_penalty", finite(self.frequency_penalty, -2, 2), "between -2 and 2")
+        check("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "a map of token id to a number")
+        check("bad_words", all(self.bad_words), "a list of non-empty token sequences")
+        check("max_tokens", self.max_tokens >= 1, "at least 1")
+        check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})")
+        check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
+
+
+@dataclass(frozen=True)
+class SparseProbs:
+    """A distribution with few non-zero entries: what a draft token was drawn from, complete."""
+
+    ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Up to K draft tokens, and how each was drawn: `draft_probs` None means every token is a point mass."""
+
+    tokens: tuple[int, ...] = ()
+    draft_probs: tuple[SparseProbs, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_probs is not None and len(self.draft_probs) != len(self.tokens):
+            raise ValueError("a speculation needs one draft distribution per token")
+
+    def first(self, count: int) -> Speculation:
+        """The first `count` tokens. Which tokens are kept never depends on their values, so this stays exact."""
+        return Speculation(self.tokens[:count], self.draft_probs and self.draft_probs[:count])
+
+
+@dataclass(frozen=True, order=True)
+class Outcome:
+    """What a verification decided: `accepted` draft tokens, then the target's own `bonus` token. Key of the cache."""
+
+    accepted: int
+    bonus: int
+
+
+@dataclass(frozen=True)
+class RequestSampling:
+    """Everything sampling must know of one request. The draft receives the same object, so both sides agree."""
+
+    params: SamplingParams
+    seed: int  # params.seed, or the one the service drew: never None
+    prompt_length: int
+    stop_ids: tuple[int, ...] = ()  # ids that end the request: EOS unless ignored, and params.stop_token_ids

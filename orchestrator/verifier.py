@@ -1,0 +1,136 @@
+"""The verifier's role: one round for one batch of sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from saguaro.errors import ConfigError, ProtocolError
+from saguaro.orchestrator import sampling
+from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.metrics import Timeline
+from saguaro.orchestrator.protocol import AnswerRow, DraftRow, Span
+from saguaro.orchestrator.sequence import RoundRecord, Sequence
+from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.types import Outcome, Speculation
+
+_log = logging.getLogger(__name__)
+_NOTHING = Speculation()
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Tokens each sequence of the batch emitted, in its order, and the spans of work of both roles."""
+
+    tokens: list[list[int]]
+    spans: tuple[Span, ...]
+
+
+class Verifier:
+    """Owns the outcome of every round. `link` is None as long as no speculator is connected."""
+
+    def __init__(self, target: EngineTarget, *, max_model_len: int, budget: int) -> None:
+        self._target = target
+        self._max_model_len = max_model_len
+        self._budget = budget  # branches a speculator prepares for one sequence
+        self._timeline = Timeline()
+        self.link: DraftLink | None = None
+
+    def step(self, batch: Rows[Sequence]) -> RoundResult:
+        """Send the last outcomes, take the speculations, verify them in one forward, commit.
+
+        Without a speculator, or when it is late, a row simply carries no speculation: plain decoding.
+        """
+        asked = self._ask(batch)
+        answers, draft_spans = self._answers(asked)
+        speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
+        for sequence, speculation in zip(batch, speculations, strict=True):
+            sequence.target_table.grow(sequence.length + len(speculation.tokens))
+        with self._timeline.span("verify"):
+            outcomes = self._target.verify(batch, speculations)
+        tokens = [
+            self._commit(sequence, speculation, outcome, asked.get(sequence.id), answers.get(sequence.id))
+            for sequence, speculation, outcome in zip(batch, speculations, outcomes, strict=True)
+        ]
+        return RoundResult(tokens, self._timeline.drain() + draft_spans)
+
+    def attach(self, link: DraftLink, running: Rows[Sequence]) -> None:
+        """Work with a newly connected speculator, whose KV pool is empty."""
+        self.link = link
+        for sequence in running:
+            sequence.draft_length = 0
+            sequence.outcome = None
+
+    def _ask(self, batch: Rows[Sequence]) -> dict[int, DraftRow]:
+        if self.link is None or not self.link.ready:
+            return {}
+        rows = {s.id: row for s in batch if (row := self._draft_row(s, self.link.hello.max_model_len))}
+        return rows if rows and self.link.ask(list(rows.values())) else {}
+
+    def _draft_row(self, sequence: Sequence, draft_model_len: int) -> DraftRow | None:
+        """What to ask for this sequence. None when a speculation cannot help or has no room in either model."""
+        # Nothing is drafted beyond the end of the request or of the target's context, and the branches of this round
+        # (a trunk of K, then K more) have to fit into the draft's.
+        end = min(self._max_model_len, sequence.request.prompt_length + sequence.request.params.max_tokens)
+        lookahead = min(sequence.lookahead, end - sequence.length - 1)
+        budget = self._budget if sequence.mode == "ssd" else 0
+        columns = sequence.length + sequence.lookahead * (1 + max(1, budget))
+        if sequence.mode == "ar" or lookahead < 1 or sequence.length + 2 * sequence.lookahead > draft_model_len:
+            return None
+        if not sequence.draft_table.can_grow(columns):
+            return None
+        sequence.draft_table.grow(columns)
+        return DraftRow(
+            sequence=sequence.id,
+            start=sequence.draft_length,
+            tokens=tuple(sequence.tokens[sequence.draft_length :]),
+            outcome=sequence.outcome,
+            prefill=sequence.emitted == 0,
+            lookahead=lookahead,
+            budget=budget,
+            table=tuple(sequence.draft_table.blocks),
+            request=sequence.request,
+        )
+
+    def _answers(self, asked: dict[int, DraftRow]) -> tuple[dict[int, AnswerRow], tuple[Span, ...]]:
+        if self.link is None or all(row.prefill for row in asked.values()):
+            return {}, ()
+        with self._timeline.span("wait"):
+            answers, spans = self.link.answer()
+        return {row.sequence: row for row in answers if self._usable(row)}, spans
+
+    def _usable(self, answer: AnswerRow) -> bool:
+        """A draft that cannot be is no reason to fail a request: it is not used."""
+        try:
+            sampling.check_speculation(answer.speculation, self._target.engine.vocab_size)
+        except ProtocolError as error:
+            _log.warning("a speculation is not used: %s", error)
+            return False
+        return True
+
+    def _commit(
+        self,
+        sequence: Sequence,
+        speculation: Speculation,
+        outcome: Outcome | ConfigError,
+        asked: DraftRow | None,
+        answer: AnswerRow | None,
+    ) -> list[int]:
+        """Make the outcome the truth. The KV of rejected tokens is dropped by counting it as not valid."""
+        if isinstance(outcome, ConfigError):
+            sequence.finish_reason, sequence.error = "error", outcome
+            return []
+        emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
+        committed = sequence.commit(emitted, self._max_model_len)
+        sequence.rounds.append(RoundRecord(len(committed), answer.hit if answer else None))
+        sequence.target_length = sequence.length - 1
+        sequence.target_table.truncate(sequence.length)
+        if asked and (asked.prefill or answer):
+            # The speculator holds this very trunk, so its KV follows the outcome and its branches stand for it.
+            sequence.draft_length = sequence.length - 1
+            sequence.outcome = outcome
+        else:
+            sequence.outcome = None
+        sequence.draft_table.truncate(sequence.draft_length)
+        return committed

@@ -1,0 +1,97 @@
+"""The fan-out and its attention mask, stated once.
+
+A *trunk* is the K+1 tokens under verification. For every acceptance length k a fan-out guesses F_k bonus tokens; each
+guess starts a *branch*, forked at trunk row k. A sequence's KV columns are laid out as
+
+    prefix (P committed tokens) | trunk (K+1) | depth 0: one column per branch | depth 1 | ...
+
+so that two integers per row, its fork and its branch, say everything about what it may see. No mask is stored: it is
+the predicate `FanOutMask.visible`. This module knows nothing of how attention is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FanOut:
+    """How many bonus tokens are guessed for each acceptance length: counts = (F_0, ..., F_K)."""
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or any(count < 0 for count in self.counts):
+            raise ValueError(f"a fan-out needs K+1 counts of 0 or more, got {self.counts}")
+
+    @property
+    def lookahead(self) -> int:
+        """K: the number of draft tokens in the trunk this fan-out is laid over."""
+        return len(self.counts) - 1
+
+    @cached_property
+    def forks(self) -> tuple[int, ...]:
+        """Fork row of each branch; branches are numbered by fork, then by rank of the guess."""
+        return tuple(k for k, count in enumerate(self.counts) for _ in range(count))
+
+    @property
+    def branches(self) -> int:
+        """ΣF_k."""
+        return len(self.forks)
+
+
+@dataclass(frozen=True)
+class FanOutMask:
+    """What each row of one branch-decoding step sees, for a batch of S sequences and N rows.
+
+    Rows are grouped by sequence; row i of a sequence is its branch i. At step `depth` each branch already has `depth`
+    own tokens in the KV pool and writes one more.
+    """
+
+    prefix: Tensor  # [S] committed tokens before the trunk
+    trunk: Tensor  # [S] trunk rows, K+1
+    branches: Tensor  # [S] ΣF_k
+    fork: Tensor  # [N] fork row of the branch
+    branch: Tensor  # [N] number of the branch within its sequence
+    depth: int
+
+    @cached_property
+    def sequence(self) -> Tensor:
+        """[N] sequence each row belongs to."""
+        rows = [sequence for sequence, count in enumerate(self.branches.tolist()) for _ in range(count)]
+        return torch.tensor(rows, dtype=torch.int64, device=self.branches.device)
+
+    @cached_property
+    def context(self) -> Tensor:
+        """[N] shared columns a row sees: the prefix and the trunk up to its fork."""
+        return self.prefix[self.sequence] + self.fork + 1
+
+    @property
+    def positions(self) -> Tensor:
+        """[N] absolute token position (RoPE), which has nothing to do with the column."""
+        return self.context + self.depth
+
+    def own_columns(self, depth: int | Tensor) -> Tensor:
+        """[N] column of each row's own token at the given depth; [D, N] for depths [D, 1]."""
+        sequence = self.sequence
+        return self.prefix[sequence] + self.trunk[sequence] + depth * self.branches[sequence] + self.branch
+
+    @cached_property
+    def path(self) -> Tensor:
+        """[N, depth+1] columns of each row's own tokens, oldest first."""
+        return self.own_columns(torch.arange(self.depth + 1, device=self.fork.device)[:, None]).T
+
+    def visible(self, row: Tensor, column: Tensor) -> Tensor:
+        """The mask: whether `row` (0..N-1) sees `column` of its sequence's block table. Broadcasts.
+
+        Golden case (paper, figure 8): prefix P, K=3, F=4, depth 2: a row forked at k sees P + (k+1) + 3 columns.
+        """
+        sequence = self.sequence[row]
+        offset = column - self.prefix[sequence] - self.trunk[sequence]
+        branches = self.branches[sequence]
+        own = (offset >= 0) & (offset % branches == self.branch[row]) & (offset // branches <= self.depth)
+        return (column < self.context[row]) | own

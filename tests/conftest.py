@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RANK = b"saguaro.orchestrator.rank"
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and engines of this test run; the user's own cache is left alone."""
+    return tmp_path_factory.mktemp("store")
+
+
+def leftovers() -> set[str]:
+    """Whatever a deployment could leave behind: processes, shared memory, runtime directories with their sockets."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                command = (process / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if RANK in command:
+                found.add(f"process {process.name}: {command.decode().split(chr(0))[:8]}")
+    found |= {name for name in os.listdir("/dev/shm") if name.startswith("mpich")}
+    return found | {str(path) for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("saguaro-*")}
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """After the test the machine is as it was, at the latest a few seconds later."""
+    before = leftovers()
+    yield
+    deadline = time.monotonic() + 20
+    while leftovers() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert leftovers() - before == set()

@@ -1,0 +1,126 @@
+"""Verifier and speculator in one thread: the real roles, protocol, tables and cache over any two engines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from saguaro.engines.base import Engine
+from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.fan_out_policy import uniform
+from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
+from saguaro.orchestrator.protocol import Hello, Round, decode
+from saguaro.orchestrator.sequence import Sequence
+from saguaro.orchestrator.speculator import Speculator
+from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.types import Mode, RequestSampling, Rule, SamplingParams
+from saguaro.orchestrator.verifier import Verifier
+from saguaro.plugins.fan_out import FanOut
+
+
+class PumpChannel:
+    """Waiting for an answer is when the speculator works: one thread, no timing, every run the same."""
+
+    def __init__(self) -> None:
+        self.speculator: Speculator | None = None
+        self.sent: list[bytes] = []  # what the verifier sent
+        self._answers: deque[bytes] = deque()
+        self._requests: deque[bytes] = deque()
+        self.delay = 0  # answers held back: the speculator is late
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+        self._requests.append(data)
+
+    def receive(self, timeout: float) -> bytes | None:
+        while self._requests and self.speculator:
+            message = decode(self._requests.popleft())
+            if isinstance(message.body, Round):
+                self.speculator.round(message.round, message.deployment, message.body.rows)
+        if len(self._answers) <= self.delay:
+            return None
+        return self._answers.popleft()
+
+    def close(self) -> None:
+        pass
+
+    def answer(self, data: bytes) -> None:
+        self._answers.append(data)
+
+
+class _SpeculatorEnd:
+    def __init__(self, channel: PumpChannel) -> None:
+        self._channel = channel
+
+    def send(self, data: bytes) -> None:
+        self._channel.answer(data)
+
+    def receive(self, timeout: float) -> bytes | None:
+        raise AssertionError("the pump calls the speculator, which never waits")
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Pair:
+    """A target and a draft engine, wired up. `run` decodes requests as one batch."""
+
+    target: Engine
+    draft: Engine
+    rule: Rule = "coupled"
+    lookahead: int = 3
+    budget: int = 6
+    policy: Callable[[int, int], FanOut] = uniform
+    width: int = 16
+    cache_aware: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    channel: PumpChannel = field(default_factory=PumpChannel)
+
+    def __post_init__(self) -> None:
+        self.target_pool = BlockPool(self.target.num_blocks, self.target.block_size)
+        self.draft_pool = BlockPool(self.draft.num_blocks, self.draft.block_size)
+        drafter = ModelDrafter(self.draft, self.rule, self.policy, width=self.width, cache_aware=self.cache_aware)
+        hello = Hello("", self.draft.vocab_size, self.draft.max_model_len, self.draft.num_blocks, self.draft.block_size)
+        self.speculator = Speculator(drafter, _SpeculatorEnd(self.channel), self.policy, hello)
+        self.channel.speculator = self.speculator
+        self.verifier = Verifier(
+            EngineTarget(self.target, self.rule), max_model_len=self.target.max_model_len, budget=self.budget
+        )
+        self.link = DraftLink(self.channel, deployment=1, timeout=0)
+        self.verifier.attach(self.link, [])
+        self._ids = 0
+
+    def sequence(
+        self, prompt: Rows[int], params: SamplingParams, mode: Mode = "ssd", lookahead: int | None = None
+    ) -> Sequence:
+        self._ids += 1
+        return Sequence(
+            id=self._ids,
+            request=RequestSampling(params, params.seed or 0, len(prompt), self.stop_ids + params.stop_token_ids),
+            tokens=list(prompt),
+            mode=mode,
+            lookahead=lookahead or self.lookahead,
+            target_table=BlockTable(self.target_pool),
+            draft_table=BlockTable(self.draft_pool),
+        )
+
+    def finish(self, sequences: Rows[Sequence]) -> list[list[int]]:
+        """Run rounds until all have ended; every block must come back."""
+        running = list(sequences)
+        while running:
+            self.verifier.step(running)
+            for sequence in [s for s in running if s.finish_reason]:
+                sequence.release()
+                running.remove(sequence)
+        assert self.target_pool.free_blocks == self.target_pool.num_blocks
+        assert self.draft_pool.free_blocks == self.draft_pool.num_blocks
+        return [s.tokens[s.request.prompt_length :] for s in sequences]
+
+    def run(
+        self, prompt: Rows[int], params: SamplingParams, mode: Mode = "ssd", lookahead: int | None = None
+    ) -> list[int]:
+        return self.finish([self.sequence(prompt, params, mode, lookahead)])[0]

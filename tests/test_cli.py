@@ -1,0 +1,125 @@
+"""The command as people type it: its output, its errors and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saguaro import cli
+
+
+def saguaro(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "saguaro.cli", *arguments], capture_output=True, text=True, timeout=180
+    )
+
+
+def test_generate_json_and_trace(store: Path, tmp_path: Path, nothing_left: None) -> None:
+    trace = tmp_path / "trace.json"
+    done = saguaro(
+        *("generate", "--deployment", "tiny", "--store", str(store), "--raw", "--json", "--trace", str(trace)),
+        *("--temperature", "1", "--seed", "4", "--max-tokens", "30", "--lookahead", "2", "hello"),
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "stats"}
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == len(answer["token_ids"]) == answer["stats"]["tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    wanted = "mode rounds tokens_per_second acceptance_length hit_rate e_hit e_miss t_p wait_ms"
+    assert set(wanted.split()) <= set(answer["stats"])
+    assert answer["stats"]["mode"] == "ssd"
+    assert answer["stats"]["acceptance_length"] <= 3  # the lookahead was lowered to 2
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"verifier", "speculator"}
+    work = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in work} >= {"verify", "wait", "prepare"}
+    assert all(event["dur"] >= 0 for event in work)
+
+
+def test_generate_streams_then_says_one_line(store: Path, nothing_left: None) -> None:
+    done = saguaro(
+        *("generate", "--deployment", "tiny", "--store", str(store), "--mode", "sd", "--raw"),
+        *("--seed", "4", "--max-tokens", "8", "hello"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("[sd] ")
+    assert "tokens/s, acceptance length" in line
+
+
+def test_compare_says_whether_the_texts_agree(store: Path, nothing_left: None) -> None:
+    done = saguaro(
+        *(
+            "generate",
+            "--deployment",
+            "tiny",
+            "--store",
+            str(store),
+            "--raw",
+            "--compare",
+            "--max-tokens",
+            "20",
+            "hello",
+        ),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The three texts agree, token for token." in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[-4:-1]] == ["ar", "sd", "ssd"]
+
+
+def test_chat_remembers_and_leaves(store: Path, nothing_left: None) -> None:
+    command = [sys.executable, "-m", "saguaro.cli", "chat", "--deployment", "tiny", "--store", str(store)]
+    done = subprocess.run(
+        [*command, "--seed", "1", "--max-tokens", "8"],
+        input="hello\nand again\n/clear\nhello\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [part.strip() for part in done.stdout.split("\n> ")[1:]]
+    assert answers[0] == answers[3]  # forgotten, the same question has the same answer
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--deployment", "tinny", "x"], "did you mean tiny?"),
+        (["generate", "--deployment", "tiny", "--lookahead", "0", "x"], "lookahead must be between 1 and 32, got 0"),
+        (["generate", "--deployment", "tiny", "--temperature", "-1", "x"], "temperature must be between 0 (greedy)"),
+        (["models", "pull", "qwen2.5-codr"], "qwen2.5-coder"),
+        (["build", "tiny-targt"], "did you mean tiny-target?"),
+    ],
+)
+def test_an_error_is_one_paragraph_and_status_1(
+    arguments: list[str], message: str, store: Path, capsys: pytest.CaptureFixture[str], nothing_left: None
+) -> None:
+    assert cli.main([*arguments[:1], *arguments[1:], "--store", str(store)]) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert error.startswith("saguaro: ")
+    assert "\n" not in error
+
+
+def test_models_list(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    assert cli.main(["models", "list", "--json", "--store", str(store)]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {"qwen2.5-coder", "smollm2-135m"} <= set(rows)
+    assert not rows["smollm2-135m"]["installed"]
+
+
+@pytest.mark.parametrize("command", [[], ["models"], ["models", "pull"], ["build"], ["generate"], ["chat"]])
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([*command, "--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: saguaro" in text
+    assert "example:" in text or command in ([], ["models"])

