@@ -55,7 +55,7 @@ class GgufFile:
         version = cursor.integer("I")
         if version not in (2, 3):
             raise ModelError(f"{path}: is GGUF version {version}; versions 2 and 3 can be read. Convert it anew.")
-        tensors, pairs = cursor.count(), cursor.count()
+        tensors, pairs = cursor.integer("Q"), cursor.integer("Q")
         self.metadata: dict[str, Value] = {}
         for _ in range(pairs):
             key = cursor.text()
@@ -148,13 +148,6 @@ class _Cursor:
     def integer(self, code: str) -> int:
         return int(self.numbers(code, 1)[0])
 
-    def count(self) -> int:
-        """A number of things to follow, each at least a byte long."""
-        count = self.integer("Q")
-        if count > len(self._data) - self.position:
-            raise ModelError(f"{self._path}: announces {count} entries; it is truncated or damaged. Fetch it again.")
-        return count
-
     def text(self) -> str:
         raw = self.take(self.integer("Q"))
         try:
@@ -168,7 +161,7 @@ class _Cursor:
         if kind == _TEXT:
             return self.text()
         if kind == _ARRAY:
-            element, count = self.integer("I"), self.count()
+            element, count = self.integer("I"), self.integer("Q")
             if element in _NUMBERS:
                 return list(self.numbers(_NUMBERS[element], count))
             if element == _TEXT:

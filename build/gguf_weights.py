@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -80,21 +81,23 @@ class GgufWeights:
 
     def _read_config(self) -> Any:
         file, family = self._file, self._family
-        heads = file.get(f"{family}.attention.head_count", int)
-        hidden = file.get(f"{family}.embedding_length", int)
+        heads, hidden = self._count("attention.head_count"), self._count("embedding_length")
+        layers = {name.split(".")[2] for name in self.shapes if name.startswith("model.layers.")}
+        if len(layers) != self._count("block_count"):
+            raise file.damage(f"it announces {self._count('block_count')} layers and has {len(layers)}")
         head_dim = file.optional(f"{family}.attention.key_length", int) or hidden // heads
         rotated = file.optional(f"{family}.rope.dimension_count", int)
         if rotated not in (None, head_dim):
             raise file.refusal(f"it rotates {rotated} of {head_dim} dimensions of a head")
         settings = {
             "hidden_size": hidden,
-            "intermediate_size": file.get(f"{family}.feed_forward_length", int),
-            "num_hidden_layers": file.get(f"{family}.block_count", int),
+            "intermediate_size": self._count("feed_forward_length"),
+            "num_hidden_layers": len(layers),
             "num_attention_heads": heads,
             "num_key_value_heads": file.optional(f"{family}.attention.head_count_kv", int) or heads,
             "head_dim": head_dim,
             "rms_norm_eps": file.get(f"{family}.attention.layer_norm_rms_epsilon", float),
-            "max_position_embeddings": file.get(f"{family}.context_length", int),
+            "max_position_embeddings": self._count("context_length"),
             "rope_parameters": self._rope(head_dim),
             "vocab_size": self.shapes.get("model.embed_tokens.weight", (0,))[0],
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
@@ -104,7 +107,16 @@ class GgufWeights:
         }
         if family != "qwen2":  # qwen2 always has biases, and states no such choice
             settings["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.shapes
-        return AutoConfig.for_model(family, **settings)
+        try:
+            return AutoConfig.for_model(family, **settings)
+        except (ValueError, StrictDataclassError) as error:
+            raise file.damage(f"its header describes no possible model ({' '.join(str(error).split())})") from error
+
+    def _count(self, key: str) -> int:
+        value = self._file.get(f"{self._family}.{key}", int)
+        if value < 1:
+            raise self._file.damage(f"its {key} is {value}")
+        return value
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         scaling = self._file.optional(f"{self._family}.rope.scaling.type", str)

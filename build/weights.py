@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -114,8 +115,9 @@ class SafetensorsWeights:
             )
         try:
             config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{self._folder / 'config.json'}: is no model configuration ({error}).") from error
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{self._folder / 'config.json'}: describes no possible model ({reason}).") from error
         if hasattr(config, "auto_map"):
             del config.auto_map  # it names code that is never run
         return config

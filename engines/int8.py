@@ -16,6 +16,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from saguaro.engines.linears import replace_linears
 from saguaro.errors import EngineError
 
 ACTIVATION_LEVELS = 127
@@ -57,10 +58,7 @@ def quantise_linears(model: nn.Module, *, skip: nn.Module | None = None) -> None
     What is not a linear layer keeps its weights; the model is to be run in float32. Raises EngineError where the int8
     kernel is missing or cannot hold a layer.
     """
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child is not skip:
-                setattr(parent, name, Int8Linear(child))
+    replace_linears(model, Int8Linear, skip=skip)
 
 
 def weight_levels() -> int:

@@ -18,7 +18,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from saguaro.engines.schema import parse
-from saguaro.errors import ConfigError, EngineError
+from saguaro.errors import ConfigError, EngineError, ModelError
 
 FORMAT = 1
 FILE = "manifest.json"
@@ -109,8 +109,11 @@ def file_sha256(path: Path) -> str:
 
 
 def token_map(directory: Path) -> dict[int, str]:
-    """Token of every id the directory's tokenizer knows, added tokens included."""
-    tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+    """Token of every id the directory's tokenizer knows, added tokens included. Raises ModelError when it is damaged."""
+    try:
+        tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+    except Exception as error:  # the library raises nothing narrower for a file it cannot read
+        raise ModelError(f"{directory / TOKENIZER}: is not a tokenizer ({error}). Fetch the model again.") from error
     return {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
 
 

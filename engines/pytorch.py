@@ -7,7 +7,7 @@ CPU and on CUDA, on one process.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from saguaro.engines.base import ForwardBatch, ForwardOutput
 from saguaro.engines.checkpoint import WEIGHTS, check_config, load_config, load_model
 from saguaro.engines.int8 import quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
+from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
 from saguaro.errors import EngineError
 from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_attention
-
-_log = logging.getLogger(__name__)
 
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
@@ -80,23 +79,18 @@ class PytorchEngine:
                 "Build it with tp: 1."
             )
         config = load_config(directory, manifest.max_model_len)
-        stored = _STORED[manifest.dtype]
-        if manifest.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            _log.warning(
-                "%s: this CPU has no bfloat16 instructions, which makes forwards of many rows slow. "
-                "Build the engine with dtype int8 or float32.",
-                directory,
-            )
-        activations = torch.float32 if manifest.dtype == "int8" else stored
-        # Mapped weights take memory only as they are first used; the pool must leave room for them.
+        stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype)
+        # Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
+        size = (directory / WEIGHTS).stat().st_size
+        widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
         require_memory(
-            (directory / WEIGHTS).stat().st_size + num_blocks * kv_bytes_per_block(config, block_size, activations),
+            size * widening + num_blocks * kv_bytes_per_block(config, block_size, computed),
             f"the model and {num_blocks * block_size} tokens of KV",
             torch.device("cpu"),
         )
         model = load_model(directory, config, stored)
-        if manifest.dtype == "int8":
-            quantise_model(model)
+        if computed != stored:
+            compute_in_float32(model, quantise_linears if manifest.dtype == "int8" else pack_linears)
         return cls(
             model,
             vocab_size=manifest.vocab_size,
@@ -156,12 +150,18 @@ class PytorchEngine:
         return hidden[batch.logit_rows.to(self._device)]
 
 
-def quantise_model(model: Any) -> None:
-    """Turn a model into its int8 form for the CPU, in place: linear layers in int8, all activations in float32.
+def _computed(dtype: str) -> torch.dtype:
+    """What a manifest's dtype is computed in: emulated bfloat16 would be slower than float32, and coarser."""
+    native = dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
 
-    Raises EngineError where the int8 kernel is missing.
+
+def compute_in_float32(model: Any, replace_linears: Callable[[Any], None]) -> None:
+    """Give a model on the CPU float32 activations and other linear layers, in place.
+
+    Raises EngineError where the kernel of those layers is missing.
     """
-    quantise_linears(model)
+    replace_linears(model)
     embeddings = model.get_input_embeddings()  # keep their dtype: only the rows looked up are converted
     for module in model.modules():
         if module is not embeddings:

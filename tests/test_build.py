@@ -308,6 +308,9 @@ def test_a_truncated_gguf_builds_nothing(tmp_path: Path, gguf: bytes) -> None:
         ({"tokenizer.ggml.eos_token_id": 510}, "eos token 510"),
         ({"qwen2.rope.dimension_count": 8}, "8 of 16 dimensions"),
         ({"qwen2.block_count": "three"}, "is a str, not a int"),
+        ({"qwen2.block_count": 2**31}, "announces 2147483648 layers and has 3"),
+        ({"qwen2.attention.head_count": 0}, "attention.head_count is 0"),
+        ({"qwen2.attention.head_count": 5}, "describes no possible model"),
     ],
 )
 def test_gguf_that_would_come_out_wrong_is_refused(
@@ -363,6 +366,7 @@ def test_truncated_and_missing_safetensors(tmp_path: Path, shipped: tuple[Path, 
         ({"model_type": "mamba"}, EngineError, "'mamba'; models of type llama, qwen2, qwen3"),
         ({"quantization_config": {"quant_method": "gptq"}}, EngineError, "quantised (gptq)"),
         ({"intermediate_size": 161}, ModelError, "tensors are not those of a llama model"),
+        ({"intermediate_size": "many"}, ModelError, "describes no possible model"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, EngineError, "dynamic"),
     ],
 )
@@ -606,6 +610,14 @@ def test_a_context_longer_than_the_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len is 65, the model's limit is 64"):
         build(recipe(max_model_len=65), tmp_path)
     assert Manifest.load(build(recipe(max_model_len=32), tmp_path)).max_model_len == 32
+
+
+def test_a_damaged_tokenizer(tmp_path: Path, shipped: tuple[Path, Path]) -> None:
+    folder = published(tmp_path / "source", tiny_model("llama"), shipped[0])
+    (folder / TOKENIZER).write_text((folder / TOKENIZER).read_text()[:-20])
+    with pytest.raises(ModelError, match=r"tokenizer\.json: is not a tokenizer"):
+        build(recipe(model=str(folder)), tmp_path)
+    assert left_in(tmp_path) == []
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path, shipped: tuple[Path, Path]) -> None:

@@ -21,7 +21,8 @@ from saguaro.engines import ENGINES, load_engine
 from saguaro.engines.base import Engine, causal_batch, fan_out_batch
 from saguaro.engines.int8 import ACTIVATION_LEVELS, Int8Linear, quantise_linears, quantise_weight, weight_levels
 from saguaro.engines.kv_pool import available_memory, kv_bytes_per_block
-from saguaro.engines.pytorch import PytorchEngine, quantise_model
+from saguaro.engines.linears import PackedLinear
+from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import CapacityError, EngineError, ModelError
 from saguaro.plugins.fan_out import FanOut
@@ -64,8 +65,14 @@ def pytorch(model: Any) -> PytorchEngine:
 
 def int8(family: str) -> Subject:
     model = tiny_model(family)
-    quantise_model(model)
+    compute_in_float32(model, quantise_linears)
     return Subject(pytorch(model), 1e-3)
+
+
+@pytest.fixture
+def bfloat16_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with bfloat16 instructions; without them it is emulated, slowly."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
@@ -296,6 +303,7 @@ def test_bytes_per_block_are_those_of_the_pool(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("bfloat16_is_native")
 def test_a_saved_engine_gives_the_same_logits(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     def model() -> Any:
         return tiny_model(family, dtype, tie_word_embeddings=tied)
@@ -331,6 +339,27 @@ def test_an_int8_engine_is_quantised_when_loaded(tmp_path: Path) -> None:
     logits = feed(engine, ids, wanted=40)
     assert logits.dtype == torch.float32
     assert (logits - expected).norm() < 0.15 * expected.norm()
+
+
+def test_bfloat16_weights_are_computed_in_float32_where_the_cpu_has_no_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    save_engine(tiny_model("qwen2", torch.bfloat16, tie_word_embeddings=True), tmp_path)
+    engine = PytorchEngine.load(tmp_path, block_size=BLOCK, num_blocks=BLOCKS)
+    assert not any(isinstance(module, nn.Linear) for module in engine._model.modules())
+    ids = tokens(60, VOCAB)
+    expected = feed(pytorch(tiny_model("qwen2", torch.bfloat16, tie_word_embeddings=True).float()), ids, wanted=60)
+    torch.testing.assert_close(feed(engine, ids, wanted=60), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linears_compute_the_same(rows: int, bias: bool) -> None:
+    linear = nn.Linear(48, 80, bias=bias)
+    x = torch.randn(2, rows, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=0, atol=1e-5)
 
 
 def edit_config(directory: Path, **fields: Any) -> None:
