@@ -130,7 +130,17 @@ def _compare(llm: LLM, prompt: object, params: SamplingParams, as_json: bool) ->
         speed = result.stats.tokens_per_second
         factor = f"{speed / baseline:5.2f} x ar" if speed and baseline else ""
         print(f"{mode:4} {factor:11} {_line(result.stats)}")
-    print(f"The three texts {'agree, token for token' if agree else 'DIFFER'}.")
+    if agree:
+        print("The three texts agree, token for token.")
+        return
+    plain = results["ar"]
+    for mode in ("sd", "ssd"):
+        pairs = zip(plain.token_ids, results[mode].token_ids)
+        index = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+        if index is not None:
+            tie = index in (*plain.stats.near_ties, *results[mode].stats.near_ties)
+            reason = "a near-tie of the target's two best tokens" if tie else "not a near-tie: please report this"
+            print(f"ar and {mode} part at token {index}, {reason}.")
 
 
 def _llm(arguments: argparse.Namespace) -> LLM:

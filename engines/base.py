@@ -63,6 +63,14 @@ class Engine(Protocol):
         """Blocks in the KV pool."""
         ...
 
+    @property
+    def logit_tolerance(self) -> float:
+        """How far one context's logits may differ between forwards of different shape.
+
+        Two tokens closer than this are a near-tie: which one is best may depend on what else is in the batch.
+        """
+        ...
+
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass."""
         ...

@@ -109,7 +109,7 @@ def file_sha256(path: Path) -> str:
 
 
 def token_map(directory: Path) -> dict[int, str]:
-    """Token of every id the directory's tokenizer knows, added tokens included. Raises ModelError when it is damaged."""
+    """Every token id of the directory's tokenizer and its token, added ones included. Raises ModelError without it."""
     try:
         tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
     except Exception as error:  # the library raises nothing narrower for a file it cannot read

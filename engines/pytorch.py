@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from saguaro.engines.base import ForwardBatch, ForwardOutput
 from saguaro.engines.checkpoint import WEIGHTS, check_config, load_config, load_model
-from saguaro.engines.int8 import quantise_linears
+from saguaro.engines.int8 import Int8Linear, quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
 from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
@@ -28,6 +28,7 @@ from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_att
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,12 @@ class PytorchEngine:
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    @property
+    def logit_tolerance(self) -> float:
+        """From rounding in the activations' dtype; in int8 a rounded-over activation moves by a whole step."""
+        int8 = any(isinstance(module, Int8Linear) for module in self._model.modules())
+        return 0.1 if int8 else _TOLERANCES[self._dtype]
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""

@@ -51,6 +51,10 @@ class ScriptedEngine:
     def num_blocks(self) -> int:
         return self._num_blocks
 
+    @property
+    def logit_tolerance(self) -> float:
+        return 0.0
+
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError for a row that does not see positions 0..n-1, once each."""
         self._check(batch)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.sequence import RoundRecord
+from saguaro.orchestrator.sequence import Sequence
 
 
 class Timeline:
@@ -49,6 +50,7 @@ class RequestStats:
     wait_ms: float | None  # mean time the verifier waited for the speculator in a round
     verify_ms: float | None  # mean time of a verification
     ttft_ms: float | None  # from submission to the first token
+    near_ties: tuple[int, ...]  # greedy tokens (index in the answer) that another forward shape might choose otherwise
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -56,13 +58,13 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(data) / len(data) if data else None
 
 
-def request_stats(
-    mode: str, rounds: Sequence[RoundRecord], spans: Sequence[Span], submitted: int, first: int, last: int
-) -> RequestStats:
-    """`rounds` starts with the prefill, which emits the first token at time `first` (ns); `last` is the last token's.
+def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: int, last: int) -> RequestStats:
+    """The figures of a finished sequence. Its first round is the prefill, which emits the first token.
 
-    `spans` are those of the rounds the request took part in, from both roles, prefill left out.
+    Times are in nanoseconds; `first` and `last` are those of the first and the last token. `spans` are those of the
+    rounds it took part in, from both roles, prefill left out.
     """
+    rounds = sequence.rounds
     decoding = rounds[1:]
     seconds = {
         name: [(span.end - span.start) / 1e9 for span in spans if span.name == name]
@@ -79,7 +81,7 @@ def request_stats(
     wait = _mean(seconds["wait"])
     asked = [record for record in decoding if record.hit is not None]
     return RequestStats(
-        mode=mode,
+        mode=sequence.mode,
         rounds=len(rounds),
         tokens=sum(record.tokens for record in rounds),
         tokens_per_second=tokens / elapsed if elapsed > 0 else None,
@@ -92,6 +94,9 @@ def request_stats(
         wait_ms=wait * 1e3 if wait is not None else None,
         verify_ms=verify * 1e3 if verify is not None else None,
         ttft_ms=(first - submitted) / 1e6,
+        near_ties=tuple(
+            position - sequence.request.prompt_length for position in sequence.near_ties if position < sequence.length
+        ),
     )
 
 

@@ -122,8 +122,8 @@ def _contenders(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Tokens of [V] scores that reach `bound` and whose noise reaches `least_bits`; score + noise of each."""
     flags = np.zeros(-(-len(values) // LANES) * LANES, dtype=bool)
-    lowest = np.nextafter(values.dtype.type(bound), values.dtype.type(-np.inf))  # rounding must not exclude a token
-    np.greater_equal(values, lowest, out=flags[: len(values)])
+    # In the type of the values; rounding is monotonic, so the bound does not pass a value it was below.
+    np.greater_equal(values, values.dtype.type(bound), out=flags[: len(values)])
     flags_of_block = flags.view(np.uint32)
     blocks = np.flatnonzero(flags_of_block)
     reached = flags_of_block[blocks].view(np.bool_).reshape(-1, LANES)
@@ -181,11 +181,10 @@ def residual(target: Probs, draft: SparseProbs) -> Probs:
 def draw(probs: Probs, u: Any) -> int:
     """Inverse-CDF draw from [n] probabilities (any positive total) with u in [0, 1); never a token of probability 0."""
     cumulated = np.cumsum(probs)
-    total = cumulated[-1]
-    if not total > 0:
+    if not cumulated[-1] > 0:
         raise ValueError("cannot draw from a distribution without mass")
-    last = np.searchsorted(cumulated, total, side="left")  # where u * total lands if it is rounded up to the total
-    return int(min(np.searchsorted(cumulated, u * total, side="right"), last))
+    # The first sum above u * total, which stays below the total for every double u < 1: a sum that has just grown.
+    return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
 
 
 def cache_aware(probs: Probs, fan_out: int, scale: Any) -> Probs:

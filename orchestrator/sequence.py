@@ -37,6 +37,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: ConfigError | None = None  # why it cannot go on, with finish_reason "error"
     rounds: list[RoundRecord] = field(default_factory=list)
+    near_ties: list[int] = field(default_factory=list)  # positions whose greedy choice another batch might not share
 
     @property
     def length(self) -> int:

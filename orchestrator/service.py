@@ -120,9 +120,7 @@ class Service:
 
     def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
         sequence = request.sequence
-        stats = request_stats(
-            sequence.mode, sequence.rounds, request.spans, request.submitted, request.first or now, now
-        )
+        stats = request_stats(sequence, request.spans, request.submitted, request.first or now, now)
         spans = request.spans if request.trace else []
         self._drop(request)
         self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans))

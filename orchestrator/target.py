@@ -19,6 +19,7 @@ class EngineTarget:
     def __init__(self, engine: Engine, rule: Rule) -> None:
         self.engine = engine
         self._rule: Rule = rule
+        self._tolerance = engine.logit_tolerance
 
     def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | ConfigError]:
         """One forward over all trunks, then each sequence's outcome, or why that sequence cannot go on.
@@ -45,6 +46,12 @@ class EngineTarget:
 
     def _decide(self, logits: Tensor, sequence: Sequence, speculation: Speculation) -> Outcome | ConfigError:
         try:
-            return sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation)
+            outcome = sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation)
         except ConfigError as error:
             return error
+        if sequence.request.params.temperature == 0:
+            # Rows up to the bonus token decided something; in low precision some of it may have been a near thing.
+            best, second = logits[: outcome.accepted + 1].topk(2).values.unbind(-1)
+            close = (best - second <= self._tolerance).nonzero().flatten().tolist()
+            sequence.near_ties.extend(sequence.length + row for row in close)
+        return outcome

@@ -40,3 +40,15 @@ def nothing_left() -> Iterator[None]:
     while leftovers() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert leftovers() - before == set()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The figures of the real pair, beside each other."""
+    for report in terminalreporter.getreports("passed"):
+        for mode, stats in report.user_properties:
+            figures = {
+                name: round(value, 2) if isinstance(value, float) else value
+                for name, value in vars(stats).items()
+                if name not in ("mode", "rounds") and value is not None
+            }
+            terminalreporter.write_line(f"{report.nodeid.partition('[')[2][:24]:24} {mode:4} {figures}")
