@@ -30,6 +30,7 @@ from saguaro.orchestrator.plan import LaunchPlan, service_socket
 _log = logging.getLogger(__name__)
 _TAIL = 30  # lines kept of a group's output, to explain its death
 _STOP_TIMEOUT = 15.0  # seconds a group gets to leave in good order
+_LONGEST_SOCKET = 107  # bytes of a UNIX socket's path
 _MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDRA_", "MPI_LOCAL")
 
 
@@ -120,6 +121,12 @@ class Launcher:
     def __enter__(self) -> Launcher:
         self.runtime = Path(tempfile.mkdtemp(prefix="saguaro-"))
         try:
+            socket = service_socket(self.runtime)
+            if len(os.fsencode(socket)) > _LONGEST_SOCKET:
+                raise LaunchError(
+                    f"the path of the service's socket, {socket}, is longer than the {_LONGEST_SOCKET} bytes a socket "
+                    "may have: set TMPDIR to a shorter folder"
+                )
             self._start()
         except BaseException:
             self.stop()

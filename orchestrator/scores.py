@@ -128,7 +128,7 @@ def adjusted(
 
 
 def _banned(request: RequestSampling, context: Sequence[int], tail: Sequence[int]) -> list[int]:
-    """Tokens that may not follow: the end of a bad word begun in the history, and any stop before `min_tokens`."""
+    """Tokens that may not follow: the end of a bad word begun in prompt or output, and stops before `min_tokens`."""
     params = request.params
     banned = [word[-1] for word in params.bad_words if _ends_with(context, tail, word[:-1])]
     if len(context) + len(tail) - request.prompt_length < params.min_tokens:
@@ -221,19 +221,18 @@ def top(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def survivors(values: Tensor, params: SamplingParams, mass: Tensor | None = None) -> Tensor:
     """Which of the listed scores top-k, top-p and min-p keep; [R, n] bool, true for a prefix of each row.
 
-    `values` are the best of each row, best first. `mass` [R, 1] is the row's sum of exp(score - best); None, or after
-    top-k: of the kept ones in the list. top-k keeps ties with the k-th value, top-p the tokens before which less than
-    `top_p` of the mass lies, min-p those with at least `min_p` times the greatest probability.
+    `values` are the best of each row, best first. `mass` [R, 1] is the row's sum of exp(score - best); None, as after
+    top-k, means that of the tokens kept so far. top-k keeps ties with the k-th value, top-p the tokens before which
+    less than `top_p` of the mass lies, min-p those with at least `min_p` times the greatest probability.
     """
     best = values[:, :1]
     keep = values > -math.inf
-    limited = 0 < params.top_k < values.shape[1]
-    if limited:
+    if 0 < params.top_k < values.shape[1]:
         keep &= values >= values[:, params.top_k - 1 : params.top_k]
     if params.top_p < 1:
         # One by one in float64: the sums do not depend on the length of the list.
         cumulated = torch.where(keep, (values - best).double().exp(), 0).cumsum(-1)
-        total = cumulated[:, -1:] if mass is None or limited else mass
+        total = cumulated[:, -1:] if mass is None else mass
         keep &= functional.pad(cumulated[:, :-1], (1, 0)) < params.top_p * total
     if params.min_p > 0:
         keep &= values >= best + math.log(params.min_p)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -218,6 +219,30 @@ def test_no_mpi_is_said_in_one_paragraph(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="no MPI was found.*pip install"), tiny():
         raise AssertionError("it started")
+
+
+def test_a_socket_that_cannot_be_is_said(
+    tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("long" * 25)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(LaunchError, match="longer than the 107 bytes.*TMPDIR"), tiny():
+        raise AssertionError("it started")
+    assert list(deep.iterdir()) == []
+
+
+def test_a_pair_with_different_token_ids_is_refused_before_anything_starts(
+    store: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    recipe = (Path(__file__).parents[1] / "build" / "recipes" / "tiny-draft.yaml").read_text()
+    recipe = recipe.replace("vocab_size: 500", "vocab_size: 400").replace("name: tiny-draft", "name: other-draft")
+    (tmp_path / "other-draft.yaml").write_text(recipe)
+    (tmp_path / "mixed.yaml").write_text(
+        "name: mixed\ntarget:\n  recipe: tiny-target\ndraft:\n  recipe: other-draft.yaml\n"
+    )
+    with pytest.raises(ConfigError, match=r"token ids differ \(target / draft\):( \d+ is '.*' / .*;?){5}\. Choose"):
+        LLM(str(tmp_path / "mixed.yaml"), store=store)
 
 
 def test_ranks_leave_when_their_launcher_is_killed(store: Path, nothing_left: None) -> None:

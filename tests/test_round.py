@@ -157,6 +157,40 @@ def test_a_perfect_draft_always_hits_and_emits_k_plus_one() -> None:
     assert [record.tokens for record in decoding] == [4] * 10
 
 
+def test_only_the_rows_that_missed_are_drafted_again() -> None:
+    """Feature-matrix 1.1, row 33: rows that hit keep the speculation prepared for them."""
+    both = pair(lookahead=2, budget=3)
+    drafter, cache = both.speculator._drafter, both.speculator._cache
+    original, take = drafter.draft, cache.take
+    redrafted: list[set[int]] = []
+    served: dict[int, Speculation] = {}
+
+    def draft(trunks: Any, outcomes: Any) -> Any:
+        if all(trunk.prefix == trunk.row.length - 2 for trunk in trunks):  # what has happened, not what may happen
+            redrafted.append({trunk.row.sequence for trunk in trunks})
+        return original(trunks, outcomes)
+
+    def remember(sequence: int, outcome: Outcome) -> Speculation | None:
+        found = take(sequence, outcome)
+        if found:
+            served[sequence] = found
+        return found
+
+    drafter.draft, cache.take = draft, remember  # type: ignore[method-assign]
+    batch = [both.sequence([0], SamplingParams(temperature=1.0, seed=s, max_tokens=30)) for s in range(6)]
+    mixed = 0
+    while not any(sequence.finish_reason for sequence in batch):
+        served.clear()
+        redrafted.clear()
+        both.verifier.step(batch)
+        hits = {sequence.id for sequence in batch if sequence.rounds[-1].hit}
+        misses = {sequence.id for sequence in batch if sequence.rounds[-1].hit is False}
+        assert set(served) == hits
+        assert redrafted == ([misses] if misses else [])
+        mixed += bool(hits and misses)
+    assert mixed > 3
+
+
 def test_sd_never_hits_and_ar_never_asks() -> None:
     both = pair()
     plain, plain_speculation = (

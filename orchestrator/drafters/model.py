@@ -114,8 +114,8 @@ class ModelDrafter:
         if fan_out.branches == 0:
             return []
         tails = [trunk.draft_tokens[:k] for k in range(len(fan_out.counts))]
-        width = max(fan_out.counts) + 1  # one more, since one may be the token under verification
-        candidates = self._propose(trunk, logits, tails, width)
+        # One more than are guessed, since one of them may be the token under verification.
+        candidates = self._propose(trunk, logits, tails, max(fan_out.counts) + 1)
         outcomes: list[Outcome] = []
         for k, count in enumerate(fan_out.counts):
             sent = trunk.draft_tokens[k] if k < len(trunk.draft_tokens) else None
@@ -127,9 +127,7 @@ class ModelDrafter:
         row = branches.trunk.row
         depth = len(branches.paths[0]) - 1
         tails = branches.tails()
-        candidates = self._propose(
-            branches.trunk, logits, tails, 1 if row.request.params.temperature == 0 else self._width
-        )
+        candidates = self._propose(branches.trunk, logits, tails, 1)
         if candidates.probs is None:
             for path, token in zip(branches.paths, candidates.ids[:, 0].tolist(), strict=True):
                 path.append(token)
@@ -143,9 +141,14 @@ class ModelDrafter:
             branches.probs[index].append(probs)
 
     def _propose(
-        self, trunk: Trunk, logits: torch.Tensor, tails: Sequence[tuple[int, ...]], width: int
+        self, trunk: Trunk, logits: torch.Tensor, tails: Sequence[tuple[int, ...]], needed: int
     ) -> sampling.Candidates:
-        """Candidates for the token after each tail. The history is read only if a parameter depends on it."""
+        """At least `needed` candidates for the token after each tail.
+
+        At temperature > 0 the noise (or the draw) chooses among more than the best few. The history is read only if a
+        parameter depends on it.
+        """
+        width = needed if trunk.row.request.params.temperature == 0 else max(needed, self._width)
         context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
         if sampling.needs_history(trunk.row.request.params):
             slots = slots_of(trunk.row.table, context, self._engine.block_size)
