@@ -38,6 +38,7 @@ class Client:
         self._statuses: deque[Status] = deque()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(f"ipc://{socket}")
 
     def submit(

@@ -86,6 +86,8 @@ class Service:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would drop events, and with them tokens, silently
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a client is gone
         self._socket.bind(f"ipc://{socket}")
 
     def run(self) -> None:
@@ -105,7 +107,9 @@ class Service:
         result = self._verifier.step(batch)
         now = time.perf_counter_ns()
         for sequence, tokens in zip(batch, result.tokens, strict=True):
-            request = self._requests[sequence.id]
+            request = self._requests.get(sequence.id)
+            if request is None:
+                continue  # its client vanished while this round's events were sent
             if not request.first:
                 request.first = now
             else:
@@ -214,7 +218,13 @@ class Service:
         )
 
     def _send(self, client: bytes, event: Tokens | Failed | Status) -> None:
+        """Queue an event; the socket delivers it as fast as the client reads. What a request can queue is bounded by
+        its max_tokens. A client that has vanished takes its requests along."""
         try:
             self._socket.send_multipart([client, encode(event)], flags=zmq.NOBLOCK)
-        except zmq.Again:
-            _log.warning("a client does not read what it is sent; dropped an event")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            _log.info("a client is gone; its requests are cancelled")
+            for request in [request for request in self._requests.values() if request.client == client]:
+                self._drop(request)

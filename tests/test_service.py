@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,6 +114,28 @@ def test_cancel_ends_a_stream_and_frees_it(connect: Callable[[], Client]) -> Non
     assert client.status().free_target_blocks == 20
     client.cancel(request)  # once more does no harm
     assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
+
+
+def test_a_vanished_client_takes_its_requests_along(connect: Callable[[], Client]) -> None:
+    client, vanishing = connect(), connect()
+    for _ in range(5):
+        vanishing.submit([0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    vanishing.status()  # all of them have arrived
+    vanishing.close()
+    assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
+    deadline = time.monotonic() + 10
+    while (status := client.status()).running + status.waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, 20)
+
+
+def test_a_client_that_reads_late_loses_nothing(connect: Callable[[], Client]) -> None:
+    slow, other = connect(), connect()
+    requests = [slow.submit([0], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)) for _ in range(40)]
+    assert tokens(other, other.submit([0], GREEDY)) == [1, 2, 3]  # nobody waits for the slow one's reading
+    while other.status().running:
+        time.sleep(0.01)
+    assert [len(tokens(slow, request)) for request in requests] == [50] * 40  # 2,000 events were waiting
 
 
 def test_garbage_from_a_client_disturbs_nobody(connect: Callable[[], Client], tmp_path: Path) -> None:
