@@ -9,11 +9,14 @@ with LLM() as llm:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
@@ -23,8 +26,10 @@ from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.service_protocol import Status, Tokens
 from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams
 
+T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -51,6 +56,29 @@ class Result:
     spans: tuple[Span, ...] = ()
 
 
+class _LoopThread:
+    """An event loop in a thread, so that blocking calls work anywhere, also where a loop is running already."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; interrupted, it takes the work down with it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 class LLM:
     """A deployment for as long as the object lives: use it as a context manager, or call `close`.
 
@@ -71,8 +99,15 @@ class LLM:
         config = _with_overrides(read_deployment(path), mode, lookahead)
         target, draft = build_engines(config, path, store)
         self._tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        self._launcher = Launcher(config, target, draft)
+        self._loop = _LoopThread()
         self._exit = ExitStack()
-        self._launcher = self._exit.enter_context(Launcher(config, target, draft))
+        self._exit.callback(self._loop.close)
+        with ExitStack() as failed:
+            failed.push(self._exit)
+            self._loop.run(self._launcher.__aenter__())
+            self._exit.callback(lambda: self._loop.run(self._launcher.__aexit__(None, None, None)))
+            failed.pop_all()
 
     def __enter__(self) -> LLM:
         return self
@@ -86,6 +121,10 @@ class LLM:
         """Stop all processes. Harmless when done twice."""
         self._exit.close()
 
+    def status(self) -> Status:
+        """What the service is doing now."""
+        return self._loop.run(self._launcher.client.status())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -98,8 +137,16 @@ class LLM:
         """One result per prompt, in order. A prompt is text, token ids, or a chat (messages with role and content)."""
         many = [prompts] if _is_one(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
-        requests = [self._submit(ids, params, mode, lookahead, trace) for ids in encoded]
-        return [self._collect(ids, request) for ids, request in zip(encoded, requests, strict=True)]
+
+        async def all_results() -> list[Result]:
+            tasks = [asyncio.create_task(self._result(ids, params, mode, lookahead, trace)) for ids in encoded]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()  # when one of them fails, the others are of no use
+
+        return self._loop.run(all_results())
 
     def stream(
         self,
@@ -111,24 +158,25 @@ class LLM:
         trace: bool = False,
     ) -> Iterator[Chunk]:
         """A chunk per round. Text never ends inside a character: what is incomplete waits for the next chunk."""
-        request = self._submit(self.encode(prompt), params, mode, lookahead, trace)
+        events = self._events(self.encode(prompt), params, mode, lookahead, trace)
         decoder = DecodeStream(skip_special_tokens=True)
         ids: list[int] = []
         sent = 0
-        finished = False
+
+        async def following() -> Tokens | None:
+            return await anext(events, None)
+
         try:
-            for event in self._launcher.client.stream(request):
+            while event := self._loop.run(following()):
                 pieces = [decoder.step(self._tokenizer.backend_tokenizer, token) or "" for token in event.tokens]
                 text = "".join(pieces)
                 ids.extend(event.tokens)
                 sent += len(text)
-                finished = event.finish_reason is not None
-                if finished:
+                if event.finish_reason:
                     text += self._tokenizer.decode(ids, skip_special_tokens=True)[sent:]
                 yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans))
         finally:
-            if not finished:
-                self._launcher.client.cancel(request)
+            self._loop.run(events.aclose())
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a chat goes through the model's chat template."""
@@ -140,21 +188,23 @@ class LLM:
             return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
         return list(prompt)  # type: ignore[arg-type]
 
-    def _submit(
+    def _events(
         self, ids: list[int], params: SamplingParams | None, mode: Mode | None, lookahead: int | None, trace: bool
-    ) -> int:
-        return self._launcher.client.submit(
+    ) -> AsyncGenerator[Tokens, None]:
+        return self._launcher.client.stream(
             ids, params or SamplingParams(), mode=mode, lookahead=lookahead, trace=trace
         )
 
-    def _collect(self, prompt: list[int], request: int) -> Result:
+    async def _result(
+        self, ids: list[int], params: SamplingParams | None, mode: Mode | None, lookahead: int | None, trace: bool
+    ) -> Result:
         tokens: list[int] = []
-        for event in self._launcher.client.stream(request):
+        async for event in self._events(ids, params, mode, lookahead, trace):
             tokens.extend(event.tokens)
         if event.finish_reason is None or event.stats is None:
             raise ConfigError("the service ended a stream without a reason: client and service are different releases")
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Result(text, tokens, prompt, event.finish_reason, event.stats, tuple(event.spans))
+        return Result(text, tokens, ids, event.finish_reason, event.stats, tuple(event.spans))
 
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:

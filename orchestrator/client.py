@@ -1,14 +1,24 @@
-"""The client's side of the service's socket: submit, stream, cancel."""
+"""The client's side of the service's socket: submit, stream, cancel, and carry on after a restart of the service.
+
+The client knows every prompt and the tokens delivered so far. When another service answers in the place of the one it
+submitted to, it resubmits both, and because random numbers are a function of seed and position the stream goes on with
+the text it would have had.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import secrets
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import zmq
+import zmq.asyncio
 
 from saguaro import errors
 from saguaro.orchestrator.service_protocol import (
@@ -25,23 +35,43 @@ from saguaro.orchestrator.service_protocol import (
 )
 from saguaro.orchestrator.types import Mode, SamplingParams
 
-_POLL_MS = 100
+_POLL = 0.1  # seconds between two looks at whether the service's processes are there
+_SILENCE = 1.0  # seconds without an event after which the service is asked who it is
+
+
+def _no_check() -> None:
+    """For a client that did not start the service and cannot look at its processes."""
+
+
+@dataclass
+class _Request:
+    submit: Submit
+    delivered: list[int] = field(default_factory=list)
+    events: asyncio.Queue[Tokens | Exception] = field(default_factory=asyncio.Queue)
 
 
 class Client:
-    """`check` is called while waiting and raises when the service is gone, so that no wait outlives it."""
+    """To be made and used within one event loop.
 
-    def __init__(self, socket: Path, check: Callable[[], None]) -> None:
+    `check` is called while waiting and raises when the service is gone for good. `patience` bounds how long a service
+    may stay silent; then, and when `check` raises, every stream ends with that error.
+    """
+
+    def __init__(self, socket: Path, check: Callable[[], None] = _no_check, *, patience: float = 600.0) -> None:
         self._check = check
+        self._patience = patience
         self._numbers = itertools.count()
-        self._events: defaultdict[int, deque[Tokens | Failed]] = defaultdict(deque)
-        self._statuses: deque[Status] = deque()
-        self._context = zmq.Context()
+        self._requests: dict[int, _Request] = {}
+        self._statuses: deque[asyncio.Future[Status]] = deque()
+        self._epoch: int | None = None  # of the service the requests were submitted to
+        self._failure: Exception | None = None  # why nothing can be received any more
+        self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(f"ipc://{socket}")
+        self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
-    def submit(
+    async def stream(
         self,
         prompt: list[int],
         params: SamplingParams,
@@ -49,56 +79,122 @@ class Client:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
-    ) -> int:
-        """Hand a prompt over; the number returned names the request in `stream` and `cancel`."""
+    ) -> AsyncGenerator[Tokens, None]:
+        """What each round emits; the last event has a `finish_reason`. Closing the iterator early cancels the request.
+
+        Raises the error the service refused the request with, LaunchError or LinkError when the service is gone.
+        """
+        if self._epoch is None:
+            await self.status(self._patience)  # whom it is submitted to; a restart must be noticed
+        if params.seed is None:  # drawn here, because a restart must not draw another one
+            params = replace(params, seed=secrets.randbits(64))
         number = next(self._numbers)
-        self._send(Submit(number, prompt, params, mode, lookahead, trace))
-        return number
+        request = self._requests[number] = _Request(Submit(number, prompt, params, mode, lookahead, trace))
+        finished = False
+        try:
+            await self._send(request.submit)
+            while not finished:
+                event = await request.events.get()
+                if isinstance(event, Exception):
+                    finished = True
+                    raise event
+                finished = event.finish_reason is not None
+                yield event
+        finally:
+            del self._requests[number]
+            if not finished and self._failure is None:
+                await self._send(Cancel(number))
 
-    def stream(self, request: int) -> Iterator[Tokens]:
-        """What each round emits; the last one has a `finish_reason`. Raises the error the service refused it with."""
-        while True:
-            while not self._events[request]:
-                self._receive()
-            event = self._events[request].popleft()
-            if isinstance(event, Failed):
-                del self._events[request]
-                raise getattr(errors, event.error)(event.message)
-            yield event
-            if event.finish_reason:
-                del self._events[request]
-                return
-
-    def cancel(self, request: int) -> None:
-        self._send(Cancel(request))
-
-    def status(self, timeout: float = 30.0) -> Status:
+    async def status(self, timeout: float = 30.0) -> Status:
         """Raises LinkError when the service does not answer in time."""
-        self._send(GetStatus())
-        deadline = time.monotonic() + timeout
-        while not self._statuses:
-            if time.monotonic() > deadline:
-                raise errors.LinkError(f"the service did not answer within {timeout:.0f} s")
-            self._receive()
-        return self._statuses.popleft()
+        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        self._statuses.append(answer)
+        await self._send(GetStatus())
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise errors.LinkError(f"the service did not answer within {timeout:g} s") from None
+        finally:
+            with suppress(ValueError):  # answered
+                self._statuses.remove(answer)
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
         """Ask the service to stop all its processes in order."""
-        self._send(Shutdown())
+        await self._send(Shutdown())
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Let go of the service, which then cancels what is still running for this client."""
+        self._failure = self._failure or errors.LinkError("the client is closed")
+        self._receiver.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._receiver
         self._context.destroy(linger=500)
 
-    def _send(self, command: Command) -> None:
-        self._socket.send(encode(command))
+    async def _send(self, command: Command) -> None:
+        if self._failure:
+            raise self._failure
+        await self._socket.send(encode(command))
 
-    def _receive(self) -> None:
-        """Sort in one event, or look whether the service is still there."""
-        if not self._socket.poll(_POLL_MS):
-            self._check()
-            return
-        event = decode_event(self._socket.recv())
+    async def _receive(self) -> None:
+        """Sort in what arrives, and look after the service when nothing does."""
+        heard = asked = time.monotonic()
+        try:
+            while True:
+                if await self._socket.poll(_POLL * 1000):
+                    heard = asked = time.monotonic()
+                    await self._sort(decode_event(await self._socket.recv()))
+                    continue
+                self._check()
+                now = time.monotonic()
+                waiting = self._requests or self._statuses
+                if not waiting:
+                    heard = now
+                elif now - heard > self._patience:
+                    raise errors.LinkError(f"the service has been silent for {self._patience:g} s")
+                elif now - asked > _SILENCE:
+                    asked = now
+                    await self._send(GetStatus())
+        except (errors.SaguaroError, zmq.ZMQError) as error:
+            self._failure = error
+            for request in self._requests.values():
+                request.events.put_nowait(error)
+            for answer in self._statuses:
+                if not answer.done():
+                    answer.set_exception(error)
+
+    async def _sort(self, event: Tokens | Failed | Status) -> None:
         if isinstance(event, Status):
-            self._statuses.append(event)
+            for answer in self._statuses:
+                if not answer.done():
+                    answer.set_result(event)
+            if self._epoch not in (None, event.epoch):
+                await self._resubmit()
+            self._epoch = event.epoch
+            return
+        request = self._requests.get(event.request)
+        if request is None:  # cancelled, or finished before a restart
+            return
+        if isinstance(event, Failed):
+            request.events.put_nowait(getattr(errors, event.error)(event.message))
         else:
-            self._events[event.request].append(event)
+            request.delivered.extend(event.tokens)
+            request.events.put_nowait(event)
+
+    async def _resubmit(self) -> None:
+        """Another service has taken over: hand it what the last one was working on, tokens delivered so far included.
+
+        A request that reached it already, because it was submitted during the restart, is recognised by its number.
+        """
+        for request in self._requests.values():
+            submit = request.submit
+            await self._send(
+                Submit(
+                    submit.request,
+                    submit.prompt,
+                    submit.params,
+                    submit.mode,
+                    submit.lookahead,
+                    submit.trace,
+                    delivered=request.delivered,
+                )
+            )

@@ -92,10 +92,12 @@ class SpeculationConfig:
 class ServingConfig:
     max_sequences: int = 8
     start_timeout_s: int = 300
+    max_restarts: int = 3  # of each process group, with growing pauses
 
     def __post_init__(self) -> None:
         _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "at least 1")
         _check(self.start_timeout_s >= 1, "start_timeout_s", self.start_timeout_s, "at least 1")
+        _check(self.max_restarts >= 0, "max_restarts", self.max_restarts, "0 or more")
 
 
 @dataclass(frozen=True)

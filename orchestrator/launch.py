@@ -6,6 +6,7 @@ standard input when this process is gone.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -17,12 +18,13 @@ import tempfile
 import threading
 import time
 from collections import deque
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from saguaro.engines.manifest import compare_token_maps
-from saguaro.errors import LaunchError, LinkError
+from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.plan import LaunchPlan, service_socket
@@ -30,6 +32,8 @@ from saguaro.orchestrator.plan import LaunchPlan, service_socket
 _log = logging.getLogger(__name__)
 _TAIL = 30  # lines kept of a group's output, to explain its death
 _STOP_TIMEOUT = 15.0  # seconds a group gets to leave in good order
+# What MPICH's mpiexec says of every death: true, and no help.
+_MPIEXEC_PHRASES = ("=", "YOUR APPLICATION TERMINATED", "This typically refers", "Please see the FAQ")
 _LONGEST_SOCKET = 107  # bytes of a UNIX socket's path
 _MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDRA_", "MPI_LOCAL")
 
@@ -55,8 +59,10 @@ class _Group:
         # A rank must not mistake itself for part of an MPI job that this process may belong to.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
         environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        rank = ["-m", "saguaro.orchestrator.rank", role, str(runtime)]
+        self._ending = [*(word.encode() for word in rank), b""]  # of the command lines of its processes
         self.process = subprocess.Popen(
-            [_mpiexec(), "-n", "1", sys.executable, "-m", "saguaro.orchestrator.rank", role, str(runtime)],
+            [_mpiexec(), "-n", "1", sys.executable, *rank],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -70,6 +76,11 @@ class _Group:
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    def kill(self) -> None:
+        """End it at once; `stop` then has nothing to wait for."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+
     def stop(self, deadline: float) -> None:
         """Wait until `deadline`, then end it: first its mpiexec, which ends the ranks, then whatever is left."""
         for timeout, number in ((deadline - time.monotonic(), signal.SIGTERM), (3.0, signal.SIGKILL), (3.0, None)):
@@ -78,7 +89,13 @@ class _Group:
                 break
             except subprocess.TimeoutExpired:
                 if number is not None:
-                    os.killpg(self.process.pid, number)
+                    with suppress(ProcessLookupError):
+                        os.killpg(self.process.pid, number)
+        # Ranks end with their mpiexec, but one that is killed while MPI starts cannot pass that on.
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if (process / "cmdline").read_bytes().split(b"\0")[-len(self._ending) :] == self._ending:
+                    os.kill(int(process.name), signal.SIGKILL)
         self.reader.join(3.0)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -95,15 +112,19 @@ class _Group:
             _log.log(known or logging.DEBUG, "[%s] %s", self.role, text if known else line)
 
     def describe_death(self) -> str:
+        self.reader.join(1.0)  # its last words may still be under way
         errors = [line.partition(" saguaro: ")[2] for line in self.tail if line.startswith("ERROR saguaro: ")]
-        what = errors[-1] if errors else " | ".join(line for line in list(self.tail)[-6:] if line) or "it said nothing"
+        said = [line for line in self.tail if line and not line.startswith(_MPIEXEC_PHRASES)]
+        what = errors[-1] if errors else " | ".join(said[-6:]) or "it said nothing"
         return f"the {self.role} group ended with status {self.process.returncode}: {what}"
 
 
 class Launcher:
-    """A running deployment, as a context manager. `client` speaks to its service.
+    """A running deployment, as an asynchronous context manager. `client` speaks to its service.
 
-    Raises LaunchError naming the group that does not start, LaunchError from `check` when the target group is gone.
+    A group that dies is started again, a few times and with growing pauses: the draft on its own, a target rank with
+    the whole deployment. Raises LaunchError naming the group that does not start; `check` raises it when the target
+    group is gone for good.
     """
 
     client: Client
@@ -115,106 +136,138 @@ class Launcher:
             config = replace(config, draft=None)
         self._config = config
         self._engines = (target_engine, draft_engine)
-        self._groups: list[_Group] = []
-        self._draft_gone = False
+        self._groups: dict[str, _Group] = {}
+        self._failure: LaunchError | None = None
 
-    def __enter__(self) -> Launcher:
+    async def __aenter__(self) -> Launcher:
         self.runtime = Path(tempfile.mkdtemp(prefix="saguaro-"))
+        self._stack = AsyncExitStack()
+        self._stack.callback(shutil.rmtree, self.runtime, ignore_errors=True)
+        self._stack.push_async_callback(self._stop_groups, _STOP_TIMEOUT)
         try:
-            socket = service_socket(self.runtime)
-            if len(os.fsencode(socket)) > _LONGEST_SOCKET:
-                raise LaunchError(
-                    f"the path of the service's socket, {socket}, is longer than the {_LONGEST_SOCKET} bytes a socket "
-                    "may have: set TMPDIR to a shorter folder"
-                )
-            self._start()
+            self._start_groups()
+            await self._until_ready()
+            self.client = Client(service_socket(self.runtime), self.check)
+            self._stack.push_async_callback(self.client.close)
+            self._stack.push_async_callback(self._shutdown)
+            watch = asyncio.create_task(self._watch())
+            self._stack.callback(watch.cancel)
         except BaseException:
-            self.stop()
+            for group in self._groups.values():
+                group.kill()  # it never got to serve: there is nothing to finish
+            await self._stack.aclose()
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        await self._stack.aclose()
 
     def check(self) -> None:
-        """Raises LaunchError when the target group is gone; a draft that is gone is only worth a warning."""
-        for group in self._groups:
-            if group.alive:
-                continue
-            if group.role == "target":
-                raise LaunchError(group.describe_death())
-            if not self._draft_gone:
-                self._draft_gone = True
-                _log.warning("%s; decoding goes on without speculation", group.describe_death())
+        """Raises LaunchError when the target group is gone for good."""
+        if self._failure:
+            raise self._failure
 
-    def stop(self) -> None:
-        """End every process and remove the runtime directory. Calling it twice is harmless."""
-        deadline = time.monotonic() + _STOP_TIMEOUT
-        if hasattr(self, "client"):
-            if any(group.alive for group in self._groups):
-                self.client.shutdown()
-            self.client.close()
-            del self.client
-        else:
-            deadline = time.monotonic()  # never got to serve: there is nothing to finish
-        for group in self._groups:
-            group.stop(deadline)
-        self._groups.clear()
-        shutil.rmtree(self.runtime, ignore_errors=True)
+    async def _shutdown(self) -> None:
+        with suppress(SaguaroError):  # it is gone already
+            await self.client.shutdown()
 
-    def _start(self) -> None:
+    async def _stop_groups(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for group in self._groups.values():
+            await asyncio.to_thread(group.stop, deadline)
+
+    def _start_groups(self) -> None:
+        """Both groups, with a runtime directory that holds nothing of earlier ones."""
         config, (target_engine, draft_engine) = self._config, self._engines
-        cores = sorted(os.sched_getaffinity(0))
-        target_cores = config.target.cores or tuple(cores[: config.target.threads])
-        free = [core for core in cores if core not in target_cores] or cores
-        draft_cores = (config.draft.cores or tuple(free[: config.draft.threads])) if config.draft else ()
-        for name, wanted in (("target", target_cores), ("draft", draft_cores)):
-            if not set(wanted) <= set(cores):
-                raise LaunchError(f"{name}.cores is {list(wanted)}, but this process may only use {cores}")
-        plan = LaunchPlan(
+        socket = service_socket(self.runtime)
+        if len(os.fsencode(socket)) > _LONGEST_SOCKET:
+            raise LaunchError(
+                f"the path of the service's socket, {socket}, is longer than the {_LONGEST_SOCKET} bytes a socket may "
+                "have: set TMPDIR to a shorter folder"
+            )
+        for leftover in self.runtime.iterdir():
+            leftover.unlink()
+        target_cores, draft_cores = _share_cores(config)
+        LaunchPlan(
             config,
             str(target_engine.resolve()),
             str(draft_engine.resolve()) if draft_engine else None,
             target_cores,
             draft_cores,
             deployment=secrets.randbits(64),
-        )
-        plan.write(self.runtime)
-        self._groups.append(_Group("target", self.runtime, config.target.threads))
+            launcher=os.getpid(),
+        ).write(self.runtime)
+        self._groups["target"] = _Group("target", self.runtime, config.target.threads)
         if config.draft:
-            self._groups.append(_Group("draft", self.runtime, config.draft.threads))
-        client = Client(service_socket(self.runtime), self._check_all)
-        try:
-            self._wait_until_ready(client)
-        except BaseException:
-            client.close()
-            raise
-        self.client = Client(service_socket(self.runtime), self.check)
-        client.close()
+            self._groups["draft"] = _Group("draft", self.runtime, config.draft.threads)
 
-    def _check_all(self) -> None:
-        """While starting, a group that ends is an error whichever it is."""
-        for group in self._groups:
-            if not group.alive:
-                group.reader.join(1.0)
-                raise LaunchError(group.describe_death())
-
-    def _wait_until_ready(self, client: Client) -> None:
-        deadline = time.monotonic() + self._config.serving.start_timeout_s
-        waiting_for = "target"
-        while time.monotonic() < deadline:
+    async def _watch(self) -> None:
+        """Start again what has died."""
+        restarts = dict.fromkeys(self._groups, 0)
+        while self._failure is None:
+            await asyncio.sleep(0.1)
+            role = next((role for role, group in self._groups.items() if not group.alive), None)
+            if role is None:
+                continue
+            death = self._groups[role].describe_death()
+            if restarts[role] >= self._config.serving.max_restarts:
+                if role == "target":
+                    self._failure = LaunchError(death)
+                else:
+                    _log.warning("%s; decoding goes on without speculation for good", death)
+                    await asyncio.to_thread(self._groups.pop(role).stop, 0.0)
+                continue
+            pause = 2.0 ** restarts[role] - 1
+            restarts[role] += 1
+            _log.warning("%s; it is started again in %.0f s", death, pause)
+            await asyncio.sleep(pause)
             try:
-                status = client.status(max(0.1, deadline - time.monotonic()))
-            except LinkError:
-                break
-            if status.health == "ok":
-                return
-            waiting_for = "draft"
-            self._check_all()
-            time.sleep(0.05)
+                if role == "target":
+                    await self._stop_groups(0)
+                    self._start_groups()
+                elif self._config.draft:
+                    await asyncio.to_thread(self._groups[role].stop, 0.0)
+                    self._groups[role] = _Group(role, self.runtime, self._config.draft.threads)
+            except (LaunchError, OSError) as error:
+                self._failure = LaunchError(f"the {role} group cannot be started again: {error}")
+
+    async def _until_ready(self) -> None:
+        """Raises LaunchError when a group ends, or is not ready in time: while starting, each of them is needed."""
+
+        def check() -> None:
+            for group in self._groups.values():
+                if not group.alive:
+                    raise LaunchError(group.describe_death())
+
+        timeout = self._config.serving.start_timeout_s
+        deadline = time.monotonic() + timeout
+        waiting_for = "target"
+        client = Client(service_socket(self.runtime), check)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                with suppress(LinkError):
+                    if (await client.status(left)).health == "ok":
+                        return
+                    waiting_for = "draft"
+                    check()
+                    await asyncio.sleep(0.05)
+        finally:
+            await client.close()
         raise LaunchError(
-            f"the {waiting_for} group was not ready within {self._config.serving.start_timeout_s} s: raise "
-            "serving.start_timeout_s in the deployment, or look at its log with --verbose"
+            f"the {waiting_for} group was not ready within {timeout} s: raise serving.start_timeout_s in the "
+            "deployment, or look at its log with --verbose"
         )
+
+
+def _share_cores(config: DeploymentConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cores of the target and of the draft: those named, else the first free ones. Raises LaunchError."""
+    cores = sorted(os.sched_getaffinity(0))
+    target = config.target.cores or tuple(cores[: config.target.threads])
+    free = [core for core in cores if core not in target] or cores
+    draft = (config.draft.cores or tuple(free[: config.draft.threads])) if config.draft else ()
+    for name, wanted in (("target", target), ("draft", draft)):
+        if not set(wanted) <= set(cores):
+            raise LaunchError(f"{name}.cores is {list(wanted)}, but this process may only use {cores}")
+    return target, draft

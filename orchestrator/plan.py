@@ -22,6 +22,7 @@ class LaunchPlan:
     target_cores: tuple[int, ...]
     draft_cores: tuple[int, ...]
     deployment: int  # identifies this start: messages of another one are foreign
+    launcher: int  # process id of whoever started it, and owns the runtime directory
 
     def write(self, runtime: Path) -> None:
         (runtime / "plan.json").write_bytes(msgspec.json.encode(self))

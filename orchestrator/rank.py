@@ -103,10 +103,13 @@ def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:
         raise LaunchError(f"its KV pool ({hello.num_blocks} blocks of {hello.block_size}) is not the deployment's")
 
 
-def _leave_with_launcher(runtime: Path) -> None:
-    """Wait for the end of standard input, then leave and take the runtime directory along."""
+def _leave_with_launcher(plan: LaunchPlan, runtime: Path) -> None:
+    """Wait for the end of standard input, then leave; if the launcher is gone, take its runtime directory along."""
     sys.stdin.buffer.read()
-    shutil.rmtree(runtime, ignore_errors=True)
+    try:
+        os.kill(plan.launcher, 0)
+    except ProcessLookupError:
+        shutil.rmtree(runtime, ignore_errors=True)
     mpi.leave(1)
 
 
@@ -114,9 +117,10 @@ def main() -> None:
     role, runtime = sys.argv[1], Path(sys.argv[2])
     logging.basicConfig(format=LOG_FORMAT, level=os.environ.get("SAGUARO_LOG_LEVEL", "WARNING"))
     mpi.remove_shared_memory()
-    threading.Thread(target=_leave_with_launcher, args=(runtime,), daemon=True).start()
+    plan = LaunchPlan.read(runtime)
+    threading.Thread(target=_leave_with_launcher, args=(plan, runtime), daemon=True).start()
     try:
-        {"target": run_target, "draft": run_draft}[role](LaunchPlan.read(runtime), runtime)
+        {"target": run_target, "draft": run_draft}[role](plan, runtime)
     except SaguaroError as error:
         _log.error("%s", error)
         mpi.leave(1)

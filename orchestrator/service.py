@@ -82,6 +82,7 @@ class Service:
         self._verifier = Verifier(target, max_model_len=engine.max_model_len, budget=config.speculation.budget)
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
+        self._epoch = secrets.randbits(64)
         self._running = True
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -179,9 +180,13 @@ class Service:
             raise ConfigError(f"lookahead must be between 1 and this deployment's {limits.lookahead}, got {lookahead}")
         if not submit.prompt:
             raise ConfigError("the prompt has no tokens")
-        if not all(0 <= token < self._vocab_size for token in submit.prompt):
+        if any((request.client, request.number) == (client, submit.request) for request in self._requests.values()):
+            return  # submitted again after a restart, but it had reached this service already
+        if not all(0 <= token < self._vocab_size for token in submit.prompt + submit.delivered):
             raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
         params = submit.params
+        if len(submit.delivered) >= params.max_tokens:
+            raise ConfigError(f"{len(submit.delivered)} tokens are delivered and max_tokens is {params.max_tokens}")
         check_vocabulary(params, self._vocab_size)
         sequence = Sequence(
             id=self._next_id,
@@ -191,7 +196,7 @@ class Service:
                 prompt_length=len(submit.prompt),
                 stop_ids=(() if params.ignore_eos else self._stop_ids) + params.stop_token_ids,
             ),
-            tokens=list(submit.prompt),
+            tokens=submit.prompt + submit.delivered,
             mode=mode,
             lookahead=lookahead,
             target_table=BlockTable(self._target_pool),
@@ -206,6 +211,7 @@ class Service:
         drafting = link is not None and not link.lost
         wants_draft = self._config.speculation.mode != "ar"
         return Status(
+            epoch=self._epoch,
             health="degraded" if wants_draft and not drafting else "ok",
             mode=self._config.speculation.mode if drafting else "ar",
             running=len(self._scheduler.running),

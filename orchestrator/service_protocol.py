@@ -21,6 +21,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     mode: Mode | None = None
     lookahead: int | None = None
     trace: bool = False
+    delivered: list[int] = []  # tokens an earlier service had generated and the client has: the stream goes on after
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +55,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
+    epoch: int  # identifies one start of the service: when it changes, requests must be submitted again
     health: str  # ok, or degraded while a configured draft is away
     mode: Mode  # what new requests get now
     running: int

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 import pytest
 
 RANK = b"saguaro.orchestrator.rank"
+
+
+def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    """Run an asynchronous test."""
+
+    @functools.wraps(test)
+    def run(*arguments: object, **options: object) -> None:
+        asyncio.run(test(*arguments, **options))
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -2,156 +2,214 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from conftest import in_loop
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import ConfigError, LinkError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.kv_blocks import BlockPool
+from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.target import EngineTarget
 from saguaro.orchestrator.types import SamplingParams
 
 CHAIN = [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]  # 0 1 2 3 0 …
+FLAT = [[1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 2], [2, 1, 1, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
+ENDLESS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture
-def connect(tmp_path: Path) -> Iterator[Callable[[], Client]]:
-    """A running service; call the fixture for one more client."""
+def socket(tmp_path: Path) -> Iterator[Path]:
+    """Where a running service listens."""
+    with service(tmp_path / "socket"):
+        yield tmp_path / "socket"
+
+
+@contextmanager
+def service(socket: Path, weights: list[list[int]] = CHAIN, limit: int | None = None) -> Iterator[Service]:
+    """A service in a thread until the block ends; with a `limit` it dies without a word after that many rounds."""
     config = DeploymentConfig(
         "test",
         ModelConfig("none"),
         speculation=SpeculationConfig(mode="ar"),
         serving=ServingConfig(max_sequences=2),
     )
-    engine = ScriptedEngine(markov_table(CHAIN), 4, 64, 4, 20)
-    service = Service(config, EngineTarget(engine, "coupled"), BlockPool(4, 4), (3,), tmp_path / "socket", lambda: None)
-    thread = threading.Thread(target=service.run)
+    engine = ScriptedEngine(markov_table([[Fraction(w, sum(row)) for w in row] for row in weights]), 4, 64, 4, 20)
+    running = Service(config, EngineTarget(engine, "coupled"), BlockPool(4, 4), (3,), socket, lambda: None)
+    if limit is not None:
+        step = running._round
+
+        left = iter(range(limit, -1, -1))
+
+        def round_or_end(batch: list[Sequence]) -> None:
+            running._running = next(left) > 0
+            if running._running:
+                step(batch)
+
+        running._round = round_or_end  # type: ignore[method-assign]
+    thread = threading.Thread(target=running.run)
     thread.start()
-    clients: list[Client] = []
-
-    def client() -> Client:
-        clients.append(Client(tmp_path / "socket", lambda: None))
-        return clients[-1]
-
-    yield client
-    client().shutdown()
+    yield running
+    if limit is None:
+        asyncio.run(stop(socket))
     thread.join(20)
-    for one in clients:
-        one.close()
     assert not thread.is_alive()
 
 
-def tokens(client: Client, request: int) -> list[int]:
-    return [token for event in client.stream(request) for token in event.tokens]
+async def stop(socket: Path) -> None:
+    async with connect(socket) as client:
+        await client.shutdown()
 
 
-def test_many_requests_from_two_clients_stream_in_any_order(connect: Callable[[], Client]) -> None:
-    one, two = connect(), connect()
-    mine = [one.submit([start], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)) for start in (0, 1, 2)]
-    other = two.submit([3], GREEDY)
-    assert tokens(one, mine[2]) == [3, 0, 1, 2, 3]
-    assert tokens(two, other) == [0, 1, 2, 3]  # ends at the stop id
-    assert tokens(one, mine[0]) == [1, 2, 3, 0, 1]
-    assert tokens(one, mine[1]) == [2, 3, 0, 1, 2]
-    status = one.status()
-    assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, 20)
+@asynccontextmanager
+async def connect(socket: Path) -> AsyncIterator[Client]:
+    client = Client(socket, patience=30)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
-def test_more_requests_than_may_run_wait_their_turn(connect: Callable[[], Client]) -> None:
-    client = connect()
-    requests = [client.submit([0], GREEDY) for _ in range(9)]
-    assert [tokens(client, request) for request in requests] == [[1, 2, 3]] * 9
+async def tokens(client: Client, prompt: list[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
+    return [token async for event in client.stream(prompt, params, **options) for token in event.tokens]
+
+
+@in_loop
+async def test_many_requests_from_two_clients_stream_at_once(socket: Path) -> None:
+    endless = replace(GREEDY, max_tokens=5, ignore_eos=True)
+    async with connect(socket) as one, connect(socket) as two:
+        answers = await asyncio.gather(
+            tokens(one, [0], endless), tokens(one, [1], endless), tokens(two, [3]), tokens(one, [2], endless)
+        )
+        assert answers == [[1, 2, 3, 0, 1], [2, 3, 0, 1, 2], [0, 1, 2, 3], [3, 0, 1, 2, 3]]
+        status = await one.status()
+        assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, 20)
+
+
+@in_loop
+async def test_more_requests_than_may_run_wait_their_turn(socket: Path) -> None:
+    async with connect(socket) as client:
+        assert await asyncio.gather(*(tokens(client, [0]) for _ in range(9))) == [[1, 2, 3]] * 9
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "options", "error", "message"),
+    ("prompt", "params", "options", "message"),
     [
-        ([], GREEDY, {}, ConfigError, "the prompt has no tokens"),
-        ([4], GREEDY, {}, ConfigError, "token ids outside 0 to 3"),
-        ([0] * 64, GREEDY, {}, ConfigError, "the context holds 64"),
-        ([0], GREEDY, {"mode": "ssd"}, ConfigError, "mode 'ssd' is more than this deployment's 'ar'"),
-        ([0], GREEDY, {"lookahead": 5}, ConfigError, "lookahead must be between 1 and this deployment's 4, got 5"),
-        ([0], SamplingParams(logit_bias={7: 1.0}), {}, ConfigError, "logit_bias names token id 7"),
+        ([], GREEDY, {}, "the prompt has no tokens"),
+        ([4], GREEDY, {}, "token ids outside 0 to 3"),
+        ([0] * 64, GREEDY, {}, "the context holds 64"),
+        ([0], GREEDY, {"mode": "ssd"}, "mode 'ssd' is more than this deployment's 'ar'"),
+        ([0], GREEDY, {"lookahead": 5}, "lookahead must be between 1 and this deployment's 4, got 5"),
+        ([0], SamplingParams(logit_bias={7: 1.0}), {}, "logit_bias names token id 7"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_alone(
-    connect: Callable[[], Client],
-    prompt: list[int],
-    params: SamplingParams,
-    options: dict[str, object],
-    error: type[Exception],
-    message: str,
+@in_loop
+async def test_a_request_that_cannot_be_served_is_refused_alone(
+    socket: Path, prompt: list[int], params: SamplingParams, options: dict[str, Any], message: str
 ) -> None:
-    client = connect()
-    before, bad, after = (
-        client.submit([0], GREEDY),
-        client.submit(prompt, params, **options),
-        client.submit([1], GREEDY),
-    )  # type: ignore[arg-type]
-    with pytest.raises(error, match=message):
-        tokens(client, bad)
-    assert tokens(client, before) == [1, 2, 3]
-    assert tokens(client, after) == [2, 3]
+    async with connect(socket) as client:
+        before, refused, after = await asyncio.gather(
+            tokens(client, [0]), tokens(client, prompt, params, **options), tokens(client, [1]), return_exceptions=True
+        )
+        assert (before, after) == ([1, 2, 3], [2, 3])
+        assert isinstance(refused, ConfigError)
+        assert message in str(refused)
 
 
-def test_cancel_ends_a_stream_and_frees_it(connect: Callable[[], Client]) -> None:
-    client = connect()
-    request = client.submit([0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    stream = client.stream(request)
-    next(stream)
-    client.cancel(request)
-    events = list(stream)
-    assert events[-1].finish_reason == "cancelled"
-    assert client.status().free_target_blocks == 20
-    client.cancel(request)  # once more does no harm
-    assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
+@in_loop
+async def test_leaving_a_stream_cancels_it(socket: Path) -> None:
+    async with connect(socket) as client:
+        stream = client.stream([0], ENDLESS)
+        assert (await anext(stream)).tokens == [1]
+        await stream.aclose()
+        status = await client.status()
+        assert (status.running, status.free_target_blocks) == (0, 20)
+        assert await tokens(client, [0]) == [1, 2, 3]
 
 
-def test_a_vanished_client_takes_its_requests_along(connect: Callable[[], Client]) -> None:
-    client, vanishing = connect(), connect()
-    for _ in range(5):
-        vanishing.submit([0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    vanishing.status()  # all of them have arrived
-    vanishing.close()
-    assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
-    deadline = time.monotonic() + 10
-    while (status := client.status()).running + status.waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, 20)
+@in_loop
+async def test_a_vanished_client_takes_its_requests_along(socket: Path) -> None:
+    async with connect(socket) as client:
+        async with connect(socket) as vanishing:
+            working = [asyncio.create_task(tokens(vanishing, [0], ENDLESS)) for _ in range(5)]
+            await asyncio.sleep(0.05)
+        for task in working:
+            task.cancel()
+        assert await tokens(client, [0]) == [1, 2, 3]
+        while (status := await client.status()).running + status.waiting:
+            await asyncio.sleep(0.01)
+        assert status.free_target_blocks == 20
 
 
-def test_a_client_that_reads_late_loses_nothing(connect: Callable[[], Client]) -> None:
-    slow, other = connect(), connect()
-    requests = [slow.submit([0], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)) for _ in range(40)]
-    assert tokens(other, other.submit([0], GREEDY)) == [1, 2, 3]  # nobody waits for the slow one's reading
-    while other.status().running:
-        time.sleep(0.01)
-    assert [len(tokens(slow, request)) for request in requests] == [50] * 40  # 2,000 events were waiting
+@in_loop
+async def test_a_client_that_reads_late_loses_nothing(socket: Path) -> None:
+    async with connect(socket) as slow, connect(socket) as other:
+        streams = [slow.stream([0], replace(ENDLESS, max_tokens=50)) for _ in range(40)]
+        first = await asyncio.gather(*(anext(stream) for stream in streams))
+        assert await tokens(other, [0]) == [1, 2, 3]  # nobody waits for the slow one's reading
+        while (await other.status()).running:
+            await asyncio.sleep(0.01)
+        rest = [[event async for event in stream] for stream in streams]
+        assert [1 + len(events) for events in rest] == [50] * 40
+        assert len(first) == 40
 
 
-def test_garbage_from_a_client_disturbs_nobody(connect: Callable[[], Client], tmp_path: Path) -> None:
-    client = connect()
-    context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(f"ipc://{tmp_path / 'socket'}")
-    for data in (b"", b"\x80", b"\x93\x01\x02\x03", b"x" * 1000):
-        stranger.send(data)
-    stranger.send_multipart([b"two", b"frames"])
-    assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
-    context.destroy(linger=0)
+@in_loop
+async def test_garbage_from_a_client_disturbs_nobody(socket: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"ipc://{socket}")
+        for frames in ([b""], [b"\x80"], [b"\x93\x01\x02\x03"], [b"x" * 1000], [b"two", b"frames"]):
+            stranger.send_multipart(frames)
+        async with connect(socket) as client:
+            assert await tokens(client, [0]) == [1, 2, 3]
 
 
-def test_a_service_that_does_not_answer_is_said(tmp_path: Path) -> None:
-    client = Client(tmp_path / "nobody", lambda: None)
-    with pytest.raises(LinkError, match="did not answer within 0 s"):
-        client.status(timeout=0.2)
-    client.close()
+def test_streams_go_on_where_they_were_when_another_service_takes_over(tmp_path: Path) -> None:
+    """The client resubmits prompt and delivered tokens; with its own seed the text is that of an undisturbed run."""
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=8)
+
+    async def work() -> list[list[int]]:
+        async with connect(tmp_path / "socket") as client:
+            return await asyncio.gather(*(tokens(client, [start], params) for start in (0, 1, 2)))
+
+    with service(tmp_path / "socket", FLAT):
+        undisturbed = asyncio.run(work())
+    with ThreadPoolExecutor() as pool:
+        with service(tmp_path / "socket", FLAT, limit=40):
+            working = pool.submit(asyncio.run, work())
+        assert not working.done()
+        with service(tmp_path / "socket", FLAT):
+            assert working.result(60) == undisturbed
+    assert [len(tokens) for tokens in undisturbed] == [60] * 3
+
+
+@in_loop
+async def test_a_service_that_does_not_answer_is_said(tmp_path: Path) -> None:
+    async with connect(tmp_path / "nobody") as client:
+        with pytest.raises(LinkError, match="did not answer within 0.2 s"):
+            await client.status(timeout=0.2)
+
+
+@in_loop
+async def test_a_service_that_falls_silent_ends_every_stream(tmp_path: Path) -> None:
+    client = Client(tmp_path / "nobody", patience=0.3)
+    with pytest.raises(LinkError):
+        await tokens(client, [0])
+    with pytest.raises(LinkError):  # and those that come later
+        await tokens(client, [0])
+    await client.close()
