@@ -1,7 +1,8 @@
 """Starts the two MPI jobs of a deployment, watches them, and leaves nothing behind.
 
 Each group is an `mpiexec` of its own, so that a dead draft never takes the target down. Ranks notice through their
-standard input when this process is gone.
+standard input when this process is gone. In a group of several ranks, the one that goes first takes the others along;
+each holds a pipe open as long as it lives, so that the first can be named.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -21,14 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from saguaro.engines.manifest import compare_token_maps
+from saguaro.engines.manifest import Manifest, compare_token_maps
 from saguaro.errors import LaunchError, LinkError
 from saguaro.orchestrator.client import Client
-from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.plan import LaunchPlan, service_socket
+from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
+from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, service_socket, sign_of_life
 
 _log = logging.getLogger(__name__)
 _TAIL = 30  # lines kept of a group's output, to explain its death
+_WATCH_MS = 1000  # milliseconds between two looks at whether a group that never came to life has ended
 _STOP_TIMEOUT = 15.0  # seconds a group gets to leave in good order
 _LONGEST_SOCKET = 107  # bytes of a UNIX socket's path
 _MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDRA_", "MPI_LOCAL")
@@ -49,14 +52,20 @@ def _mpiexec() -> str:
 class _Group:
     """One MPI job."""
 
-    def __init__(self, role: str, runtime: Path, threads: int) -> None:
+    def __init__(self, role: str, runtime: Path, plan: GroupPlan) -> None:
         self.role = role
+        self._ranks = plan.ranks
         self.tail: deque[str] = deque(maxlen=_TAIL)
         # A rank must not mistake itself for part of an MPI job that this process may belong to.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
-        environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        environment |= {"OMP_NUM_THREADS": str(plan.model.threads), "PYTHONUNBUFFERED": "1"}
+        # The ranks of a group share this machine: what they say to each other stays on it.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ranks = ["-n", str(plan.ranks), sys.executable, "-m", "saguaro.orchestrator.rank"]
+        command = [_mpiexec(), *ranks, role, str(runtime)]
+        pipes = self._open_pipes(runtime)
         self.process = subprocess.Popen(
-            [_mpiexec(), "-n", "1", sys.executable, "-m", "saguaro.orchestrator.rank", role, str(runtime)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,6 +74,9 @@ class _Group:
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+        self._first_gone: list[int] = []  # more than one only if they went at the same moment
+        self._watcher = threading.Thread(target=self._watch, args=(pipes,), daemon=True)
+        self._watcher.start()
 
     @property
     def alive(self) -> bool:
@@ -80,6 +92,7 @@ class _Group:
                 if number is not None:
                     os.killpg(self.process.pid, number)
         self.reader.join(3.0)
+        self._watcher.join(3.0)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -94,10 +107,36 @@ class _Group:
             known = logging.getLevelNamesMapping().get(level) if separator else None
             _log.log(known or logging.DEBUG, "[%s] %s", self.role, text if known else line)
 
+    def _open_pipes(self, runtime: Path) -> dict[int, int]:
+        """Reading ends of the ranks' signs of life, and whose each is."""
+        pipes = {}
+        for rank in range(self._ranks):
+            path = sign_of_life(runtime, self.role, rank)
+            os.mkfifo(path)
+            pipes[os.open(path, os.O_RDONLY | os.O_NONBLOCK)] = rank
+        return pipes
+
+    def _watch(self, pipes: dict[int, int]) -> None:
+        """Note which rank is the first to go."""
+        poll = select.poll()
+        for pipe in pipes:
+            poll.register(pipe, 0)  # of the end of the writer, nothing else; a rank yet to come is no end
+        while not self._first_gone and self.alive:
+            self._first_gone = sorted(pipes[pipe] for pipe, _ in poll.poll(_WATCH_MS))
+        for pipe in pipes:
+            os.close(pipe)
+
     def describe_death(self) -> str:
+        self.reader.join(1.0)
+        self._watcher.join(1.0)
         errors = [line.partition(" saguaro: ")[2] for line in self.tail if line.startswith("ERROR saguaro: ")]
-        what = errors[-1] if errors else " | ".join(line for line in list(self.tail)[-6:] if line) or "it said nothing"
-        return f"the {self.role} group ended with status {self.process.returncode}: {what}"
+        what = f"the {self.role} group ended with status {self.process.returncode}"
+        if self._ranks > 1 and self._first_gone:
+            what += f" after its rank {' or '.join(map(str, self._first_gone))} died"
+            # The others' errors are that they lost it.
+            errors = [error for error in errors if error.startswith(tuple(f"rank {n}: " for n in self._first_gone))]
+        said = errors[-1] if errors else " | ".join(line for line in list(self.tail)[-6:] if line) or "it said nothing"
+        return f"{what}: {said}"
 
 
 class Launcher:
@@ -165,26 +204,18 @@ class Launcher:
         shutil.rmtree(self.runtime, ignore_errors=True)
 
     def _start(self) -> None:
-        config, (target_engine, draft_engine) = self._config, self._engines
         cores = sorted(os.sched_getaffinity(0))
-        target_cores = config.target.cores or tuple(cores[: config.target.threads])
-        free = [core for core in cores if core not in target_cores] or cores
-        draft_cores = (config.draft.cores or tuple(free[: config.draft.threads])) if config.draft else ()
-        for name, wanted in (("target", target_cores), ("draft", draft_cores)):
-            if not set(wanted) <= set(cores):
-                raise LaunchError(f"{name}.cores is {list(wanted)}, but this process may only use {cores}")
-        plan = LaunchPlan(
-            config,
-            str(target_engine.resolve()),
-            str(draft_engine.resolve()) if draft_engine else None,
-            target_cores,
-            draft_cores,
-            deployment=secrets.randbits(64),
-        )
-        plan.write(self.runtime)
-        self._groups.append(_Group("target", self.runtime, config.target.threads))
-        if config.draft:
-            self._groups.append(_Group("draft", self.runtime, config.draft.threads))
+        target_engine, draft_engine = self._engines
+        groups = {"target": _plan(self._config.target, target_engine, cores)}
+        if self._config.draft and draft_engine:
+            free = [core for core in cores if core not in groups["target"].cores] or cores
+            groups["draft"] = _plan(self._config.draft, draft_engine, free)
+        for name, group in groups.items():
+            if not set(group.cores) <= set(cores):
+                raise LaunchError(f"{name}.cores is {list(group.cores)}, but this process may only use {cores}")
+        LaunchPlan(self._config, groups, deployment=secrets.randbits(64)).write(self.runtime)
+        for name, group in groups.items():
+            self._groups.append(_Group(name, self.runtime, group))
         client = Client(service_socket(self.runtime), self._check_all)
         try:
             self._wait_until_ready(client)
@@ -198,7 +229,6 @@ class Launcher:
         """While starting, a group that ends is an error whichever it is."""
         for group in self._groups:
             if not group.alive:
-                group.reader.join(1.0)
                 raise LaunchError(group.describe_death())
 
     def _wait_until_ready(self, client: Client) -> None:
@@ -218,3 +248,8 @@ class Launcher:
             f"the {waiting_for} group was not ready within {self._config.serving.start_timeout_s} s: raise "
             "serving.start_timeout_s in the deployment, or look at its log with --verbose"
         )
+
+
+def _plan(model: ModelConfig, engine: Path, free: list[int]) -> GroupPlan:
+    ranks = Manifest.load(engine).tp
+    return GroupPlan(model, str(engine.resolve()), ranks, model.cores or tuple(free[: model.threads * ranks]))
