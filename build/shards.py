@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from saguaro.engines.checkpoint import weights_file
 from saguaro.engines.manifest import FileRecord
 from saguaro.errors import ConfigError
 
@@ -95,7 +96,7 @@ class ShardPlan:
 
     def file(self, rank: int) -> str:
         """Name of a rank's weight file."""
-        return "model.safetensors" if self.tp == 1 else f"model-{rank}-of-{self.tp}.safetensors"
+        return weights_file(rank, self.tp)
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Shapes of one rank's shares; all ranks have the same."""

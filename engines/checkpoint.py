@@ -18,9 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from saguaro.errors import EngineError, ModelError
 
-WEIGHTS = "model.safetensors"
 FAMILIES = ("llama", "qwen2", "qwen3")
 _FREQUENCIES_DEPEND_ON_BATCH = ("dynamic", "longrope")
+
+
+def weights_file(rank: int, tp: int) -> str:
+    """Name of the file with a rank's share of the weights."""
+    return "model.safetensors" if tp == 1 else f"model-{rank}-of-{tp}.safetensors"
 
 
 def load_config(directory: Path, max_model_len: int) -> Any:
@@ -56,15 +60,15 @@ def check_config(config: Any, max_model_len: int) -> None:
         )
 
 
-def load_model(directory: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The model in evaluation mode, its weights mapped from the directory.
+def load_model(weights: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model in evaluation mode, its weights mapped from the file.
 
     Raises ModelError when the file cannot be read, or its tensors are not the model's in name, shape or dtype.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    tensors = _read(directory / WEIGHTS)
-    _check(directory / WEIGHTS, model, tensors)
+    tensors = _read(weights)
+    _check(weights, model, tensors)
     model.load_state_dict(tensors, strict=False, assign=True)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight

@@ -2,7 +2,7 @@
 
 The flat batch goes through the model as one sequence [1, N] with explicit positions and no cache of its own; attention
 is ours, reached through transformers' attention interface with the step's plan as an extra argument. It runs on the
-CPU and on CUDA, on one process.
+CPU and on CUDA, on one process or as one rank of a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from saguaro.engines.base import ForwardBatch, ForwardOutput
-from saguaro.engines.checkpoint import WEIGHTS, check_config, load_config, load_model
+from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.int8 import Int8Linear, quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
 from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
+from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
 from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_attention
 
@@ -43,10 +44,22 @@ class _Step:
 class PytorchEngine:
     """Runs `model`, whose attention it takes over. The KV pool has the dtype of the model's activations.
 
+    In a tensor-parallel `group`, `model` is this rank's share, joined to the others; the leader's `forward` reaches all
+    ranks and has the logits, those of a follower are a part of them.
+
     Raises EngineError for a model it would not compute exactly, CapacityError when the KV pool does not fit.
     """
 
-    def __init__(self, model: Any, *, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        group: TensorParallel | None = None,
+    ) -> None:
         check_config(model.config, max_model_len)
         if vocab_size > model.config.vocab_size:
             raise EngineError(
@@ -57,6 +70,7 @@ class PytorchEngine:
         AttentionInterface.register(_ATTENTION, _paged_attention)
         model.set_attn_implementation(_ATTENTION)
         self._model = model.eval()
+        self._group = group
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
         self._pool = KvPool(
@@ -68,28 +82,36 @@ class PytorchEngine:
         self._num_blocks = num_blocks
 
     @classmethod
-    def load(cls, directory: Path, *, block_size: int, num_blocks: int) -> PytorchEngine:
-        """The engine of a directory built by `saguaro build`.
+    def load(
+        cls, directory: Path, *, block_size: int, num_blocks: int, group: TensorParallel | None = None
+    ) -> PytorchEngine:
+        """The engine of a directory built by `saguaro build`; in a group, this rank's part of it.
 
         Raises EngineError, ModelError or CapacityError when it cannot be run here.
         """
         manifest = Manifest.load(directory)
-        if manifest.tp != 1:
+        rank, size = (group.rank, group.size) if group else (0, 1)
+        if manifest.tp != size:
             raise EngineError(
-                f"{directory}: is split over {manifest.tp} ranks, and the pytorch engine runs on one. "
-                "Build it with tp: 1."
+                f"{directory}: is split over {manifest.tp} ranks, but is loaded on {size}. Build it with tp: {size} "
+                f"or start {manifest.tp} ranks."
             )
         config = load_config(directory, manifest.max_model_len)
+        weights = directory / weights_file(rank, size)
+        if group:
+            config = share_of(config, size)
         stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype)
         # Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
-        size = (directory / WEIGHTS).stat().st_size
+        stored_bytes = weights.stat().st_size
         widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
         require_memory(
-            size * widening + num_blocks * kv_bytes_per_block(config, block_size, computed),
+            stored_bytes * widening + num_blocks * kv_bytes_per_block(config, block_size, computed),
             f"the model and {num_blocks * block_size} tokens of KV",
             torch.device("cpu"),
         )
-        model = load_model(directory, config, stored)
+        model = load_model(weights, config, stored)
+        if group:
+            join_shares(model, manifest.shards, group)
         if computed != stored:
             compute_in_float32(model, quantise_linears if manifest.dtype == "int8" else pack_linears)
         return cls(
@@ -98,6 +120,7 @@ class PytorchEngine:
             max_model_len=manifest.max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
+            group=group,
         )
 
     @property
@@ -124,28 +147,33 @@ class PytorchEngine:
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""
+        plan = self._plan(batch)
+        if self._group is not None and self._group.leads:
+            self._group.send(batch)  # after what it cannot run has been refused: followers get nothing they cannot run
         with torch.inference_mode():
-            hidden = self._hidden(batch)  # [L, hidden]
+            hidden = self._hidden(batch, plan)  # [L, hidden]
         # Outside inference mode: the logits are an ordinary tensor, which the caller may change in place.
         with torch.no_grad():
             logits = self._model.get_output_embeddings()(hidden)[:, : self._vocab_size]
             return ForwardOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    def _hidden(self, batch: ForwardBatch) -> Tensor:
-        """Final hidden states of the rows whose logits are wanted; KV of all rows is written."""
+    def _plan(self, batch: ForwardBatch) -> AttentionPlan:
         last = int(batch.positions.max())
         if last >= self._max_model_len:
             raise EngineError(
                 f"a row of the batch is at position {last}, but the engine's contexts end at {self._max_model_len} "
                 "tokens. Shorten the sequence, or build the engine with a larger max_model_len."
             )
-        plan = plan_attention(
+        return plan_attention(
             batch.rows,
             batch.block_tables,
             self._block_size,
             batch.positions if batch.fan_out is None else batch.fan_out,
             self._device,
         )
+
+    def _hidden(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor:
+        """Final hidden states of the rows whose logits are wanted; KV of all rows is written."""
         embedded = self._model.get_input_embeddings()(batch.token_ids.to(self._device)).to(self._dtype)
         output = self._model.base_model(
             inputs_embeds=embedded[None],

@@ -28,8 +28,9 @@ class ModelConfig:
     """One model and what its process group may use."""
 
     recipe: str  # name of a shipped recipe, or a path relative to the deployment file
-    threads: int = 1
-    cores: tuple[int, ...] | None = None  # None: the first free cores of this machine, `threads` of them
+    threads: int = 1  # of each rank
+    # Shared out over the ranks. None: the first free cores of this machine, `threads` for each rank
+    cores: tuple[int, ...] | None = None
     kv_tokens: int = 16384
     block_size: int = 16
 

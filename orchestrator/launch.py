@@ -1,7 +1,8 @@
 """Starts the two MPI jobs of a deployment, watches them, and leaves nothing behind.
 
 Each group is an `mpiexec` of its own, so that a dead draft never takes the target down. Ranks notice through their
-standard input when this process is gone.
+standard input when this process is gone. In a group of several ranks, the one that goes first takes the others along;
+each holds a pipe open as long as it lives, so that the first can be named.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -23,14 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from saguaro.engines.manifest import compare_token_maps
+from saguaro.engines.manifest import Manifest, compare_token_maps
 from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator.client import Client
-from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.plan import LaunchPlan, service_socket
+from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
+from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
 
 _log = logging.getLogger(__name__)
 _TAIL = 30  # lines kept of a group's output, to explain its death
+_WATCH_MS = 1000  # milliseconds between two looks at whether a group that never came to life has ended
 _STOP_TIMEOUT = 15.0  # seconds a group gets to leave in good order
 # What MPICH's mpiexec says of every death: true, and no help.
 _MPIEXEC_PHRASES = ("=", "YOUR APPLICATION TERMINATED", "This typically refers", "Please see the FAQ")
@@ -53,16 +56,21 @@ def _mpiexec() -> str:
 class _Group:
     """One MPI job."""
 
-    def __init__(self, role: str, runtime: Path, threads: int) -> None:
+    def __init__(self, role: str, runtime: Path, plan: GroupPlan) -> None:
         self.role = role
+        self._ranks = plan.ranks
         self.tail: deque[str] = deque(maxlen=_TAIL)
         # A rank must not mistake itself for part of an MPI job that this process may belong to.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
-        environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        environment |= {"OMP_NUM_THREADS": str(plan.model.threads), "PYTHONUNBUFFERED": "1"}
+        # The ranks of a group share this machine: what they say to each other stays on it.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         rank = ["-m", "saguaro.orchestrator.rank", role, str(runtime)]
         self._ending = [*(word.encode() for word in rank), b""]  # of the command lines of its processes
+        command = [_mpiexec(), "-n", str(plan.ranks), sys.executable, *rank]
+        pipes = self._open_pipes(runtime)
         self.process = subprocess.Popen(
-            [_mpiexec(), "-n", "1", sys.executable, *rank],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,6 +79,9 @@ class _Group:
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+        self._first_gone: list[int] = []  # more than one only if they went at the same moment
+        self._watcher = threading.Thread(target=self._watch, args=(pipes,), daemon=True)
+        self._watcher.start()
 
     @property
     def alive(self) -> bool:
@@ -97,6 +108,7 @@ class _Group:
                 if (process / "cmdline").read_bytes().split(b"\0")[-len(self._ending) :] == self._ending:
                     os.kill(int(process.name), signal.SIGKILL)
         self.reader.join(3.0)
+        self._watcher.join(3.0)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -111,12 +123,38 @@ class _Group:
             known = logging.getLevelNamesMapping().get(level) if separator else None
             _log.log(known or logging.DEBUG, "[%s] %s", self.role, text if known else line)
 
+    def _open_pipes(self, runtime: Path) -> dict[int, int]:
+        """Reading ends of the ranks' signs of life, and whose each is."""
+        pipes = {}
+        rendezvous(runtime, self.role).unlink(missing_ok=True)  # of the group in whose place this one is started
+        for rank in range(self._ranks):
+            path = sign_of_life(runtime, self.role, rank)
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
+            pipes[os.open(path, os.O_RDONLY | os.O_NONBLOCK)] = rank
+        return pipes
+
+    def _watch(self, pipes: dict[int, int]) -> None:
+        """Note which rank is the first to go."""
+        poll = select.poll()
+        for pipe in pipes:
+            poll.register(pipe, 0)  # of the end of the writer, nothing else; a rank yet to come is no end
+        while not self._first_gone and self.alive:
+            self._first_gone = sorted(pipes[pipe] for pipe, _ in poll.poll(_WATCH_MS))
+        for pipe in pipes:
+            os.close(pipe)
+
     def describe_death(self) -> str:
         self.reader.join(1.0)  # its last words may still be under way
+        self._watcher.join(1.0)
         errors = [line.partition(" saguaro: ")[2] for line in self.tail if line.startswith("ERROR saguaro: ")]
-        said = [line for line in self.tail if line and not line.startswith(_MPIEXEC_PHRASES)]
-        what = errors[-1] if errors else " | ".join(said[-6:]) or "it said nothing"
-        return f"the {self.role} group ended with status {self.process.returncode}: {what}"
+        what = f"the {self.role} group ended with status {self.process.returncode}"
+        if self._ranks > 1 and self._first_gone:
+            what += f" after its rank {' or '.join(map(str, self._first_gone))} died"
+            # The others' errors are that they lost it.
+            errors = [error for error in errors if error.startswith(tuple(f"rank {n}: " for n in self._first_gone))]
+        said = [line for line in self.tail if line and not line.startswith(("ERROR saguaro: ", *_MPIEXEC_PHRASES))]
+        return f"{what}: {errors[-1] if errors else ' | '.join(said[-6:]) or 'it said nothing'}"
 
 
 class Launcher:
@@ -135,7 +173,7 @@ class Launcher:
         else:
             config = replace(config, draft=None)
         self._config = config
-        self._engines = (target_engine, draft_engine)
+        self._plans = _plan_groups(config, target_engine, draft_engine)
         self._groups: dict[str, _Group] = {}
         self._failure: LaunchError | None = None
 
@@ -180,7 +218,6 @@ class Launcher:
 
     def _start_groups(self) -> None:
         """Both groups, with a runtime directory that holds nothing of earlier ones."""
-        config, (target_engine, draft_engine) = self._config, self._engines
         socket = service_socket(self.runtime)
         if len(os.fsencode(socket)) > _LONGEST_SOCKET:
             raise LaunchError(
@@ -189,19 +226,10 @@ class Launcher:
             )
         for leftover in self.runtime.iterdir():
             leftover.unlink()
-        target_cores, draft_cores = _share_cores(config)
-        LaunchPlan(
-            config,
-            str(target_engine.resolve()),
-            str(draft_engine.resolve()) if draft_engine else None,
-            target_cores,
-            draft_cores,
-            deployment=secrets.randbits(64),
-            launcher=os.getpid(),
-        ).write(self.runtime)
-        self._groups["target"] = _Group("target", self.runtime, config.target.threads)
-        if config.draft:
-            self._groups["draft"] = _Group("draft", self.runtime, config.draft.threads)
+        plan = LaunchPlan(self._config, self._plans, deployment=secrets.randbits(64), launcher=os.getpid())
+        plan.write(self.runtime)
+        for role, group in self._plans.items():
+            self._groups[role] = _Group(role, self.runtime, group)
 
     async def _watch(self) -> None:
         """Start again what has died."""
@@ -227,9 +255,9 @@ class Launcher:
                 if role == "target":
                     await self._stop_groups(0)
                     self._start_groups()
-                elif self._config.draft:
+                else:
                     await asyncio.to_thread(self._groups[role].stop, 0.0)
-                    self._groups[role] = _Group(role, self.runtime, self._config.draft.threads)
+                    self._groups[role] = _Group(role, self.runtime, self._plans[role])
             except (LaunchError, OSError) as error:
                 self._failure = LaunchError(f"the {role} group cannot be started again: {error}")
 
@@ -261,13 +289,19 @@ class Launcher:
         )
 
 
-def _share_cores(config: DeploymentConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cores of the target and of the draft: those named, else the first free ones. Raises LaunchError."""
+def _plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> dict[str, GroupPlan]:
+    """Ranks and cores of each group: the cores named, else the first free ones. Raises LaunchError."""
     cores = sorted(os.sched_getaffinity(0))
-    target = config.target.cores or tuple(cores[: config.target.threads])
-    free = [core for core in cores if core not in target] or cores
-    draft = (config.draft.cores or tuple(free[: config.draft.threads])) if config.draft else ()
-    for name, wanted in (("target", target), ("draft", draft)):
-        if not set(wanted) <= set(cores):
-            raise LaunchError(f"{name}.cores is {list(wanted)}, but this process may only use {cores}")
-    return target, draft
+    groups = {"target": _plan(config.target, target, cores)}
+    if config.draft and draft:
+        free = [core for core in cores if core not in groups["target"].cores] or cores
+        groups["draft"] = _plan(config.draft, draft, free)
+    for role, group in groups.items():
+        if not set(group.cores) <= set(cores):
+            raise LaunchError(f"{role}.cores is {list(group.cores)}, but this process may only use {cores}")
+    return groups
+
+
+def _plan(model: ModelConfig, engine: Path, free: list[int]) -> GroupPlan:
+    ranks = Manifest.load(engine).tp
+    return GroupPlan(model, str(engine.resolve()), ranks, model.cores or tuple(free[: model.threads * ranks]))

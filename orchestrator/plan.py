@@ -7,9 +7,25 @@ from pathlib import Path
 
 import msgspec
 
-from saguaro.orchestrator.config import DeploymentConfig
+from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
 
 LOG_FORMAT = "%(levelname)s saguaro: %(message)s"  # the launcher reads a rank's level from its lines
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One MPI job: a model on `ranks` processes."""
+
+    model: ModelConfig
+    engine: str  # its directory
+    ranks: int
+    cores: tuple[int, ...]  # of all its ranks
+
+    def cores_of(self, rank: int) -> tuple[int, ...]:
+        """A rank's own part of the cores; all of them where there are too few for each rank to have one."""
+        if len(self.cores) < self.ranks:
+            return self.cores
+        return self.cores[rank * len(self.cores) // self.ranks : (rank + 1) * len(self.cores) // self.ranks]
 
 
 @dataclass(frozen=True)
@@ -17,10 +33,7 @@ class LaunchPlan:
     """Everything the ranks of one start need to know; lies in the runtime directory as `plan.json`."""
 
     config: DeploymentConfig
-    target_engine: str
-    draft_engine: str | None
-    target_cores: tuple[int, ...]
-    draft_cores: tuple[int, ...]
+    groups: dict[str, GroupPlan]  # by role
     deployment: int  # identifies this start: messages of another one are foreign
     launcher: int  # process id of whoever started it, and owns the runtime directory
 
@@ -30,6 +43,16 @@ class LaunchPlan:
     @staticmethod
     def read(runtime: Path) -> LaunchPlan:
         return msgspec.json.decode((runtime / "plan.json").read_bytes(), type=LaunchPlan)
+
+
+def rendezvous(runtime: Path, role: str) -> Path:
+    """Where the ranks of a group meet."""
+    return runtime / f"{role}.meeting"
+
+
+def sign_of_life(runtime: Path, role: str, rank: int) -> Path:
+    """A pipe that a rank holds open for writing as long as it lives; the launcher sees which closes first."""
+    return runtime / f"{role}-{rank}.alive"
 
 
 def service_socket(runtime: Path) -> Path:

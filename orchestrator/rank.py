@@ -1,7 +1,8 @@
 """What a rank of a deployment does: `python -m saguaro.orchestrator.rank ROLE RUNTIME`, started by `launch`.
 
-A rank ends when its service is told to, when its peer is gone for good (speculator), or when its standard input
-closes, which means that whoever launched it is gone.
+Rank 0 of a group has the role; the others run their share of its model's forwards. A rank ends when its service is told
+to, when its peer (speculator) or its leader (follower) is gone for good, or when rank 0's standard input closes, which
+means that whoever launched it is gone.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
 from saguaro.engines.manifest import Manifest
+from saguaro.engines.tensor_parallel import TensorParallel, follow
 from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.kv_blocks import BlockPool
-from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, service_socket
+from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, rendezvous, service_socket, sign_of_life
 from saguaro.orchestrator.protocol import Hello
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
@@ -33,11 +35,10 @@ from saguaro.orchestrator.target import EngineTarget
 _log = logging.getLogger(__name__)
 
 
-def run_target(plan: LaunchPlan, runtime: Path) -> None:
+def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     """The leader: rank 0 of the target group."""
     config = plan.config
-    engine = _load(plan.target_engine, config.target, plan.target_cores)
-    manifest = Manifest.load(Path(plan.target_engine))
+    manifest = Manifest.load(Path(plan.groups["target"].engine))
     listener = mpi.Listener(runtime) if config.draft else None
     draft = config.draft or config.target
 
@@ -65,15 +66,12 @@ def run_target(plan: LaunchPlan, runtime: Path) -> None:
     ).run()
 
 
-def run_draft(plan: LaunchPlan, runtime: Path) -> None:
-    """The speculator."""
+def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
+    """The speculator: rank 0 of the draft group."""
     config = plan.config
-    if config.draft is None or plan.draft_engine is None:
-        raise LaunchError("this deployment has no draft section, so there is nothing for a draft rank to do")
-    engine = _load(plan.draft_engine, config.draft, plan.draft_cores)
     speculation = config.speculation
     hello = Hello(
-        token_map_sha256=Manifest.load(Path(plan.draft_engine)).token_map_sha256,
+        token_map_sha256=Manifest.load(Path(plan.groups["draft"].engine)).token_map_sha256,
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         num_blocks=engine.num_blocks,
@@ -89,10 +87,25 @@ def run_draft(plan: LaunchPlan, runtime: Path) -> None:
         channel.close()
 
 
-def _load(directory: str, model: ModelConfig, cores: tuple[int, ...]) -> Engine:
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(model.threads)
-    return load_engine(Path(directory), block_size=model.block_size, num_blocks=model.num_blocks)
+def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> None:
+    """Load this rank's engine, then lead or follow."""
+    part = plan.groups[role]
+    os.sched_setaffinity(0, part.cores_of(rank))
+    torch.set_num_threads(part.model.threads)
+    group = TensorParallel(rank, ranks, rendezvous(runtime, role), torch.device("cpu")) if ranks > 1 else None
+    engine = load_engine(
+        Path(part.engine), block_size=part.model.block_size, num_blocks=part.model.num_blocks, group=group
+    )
+    lead = {"target": run_target, "draft": run_draft}[role]
+    if group is None:
+        lead(plan, runtime, engine)
+        return
+    group.wait_for_all()
+    if group.leads:
+        lead(plan, runtime, engine)
+        group.stop()
+    else:
+        follow(engine, group)
 
 
 def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:
@@ -115,12 +128,17 @@ def _leave_with_launcher(plan: LaunchPlan, runtime: Path) -> None:
 
 def main() -> None:
     role, runtime = sys.argv[1], Path(sys.argv[2])
-    logging.basicConfig(format=LOG_FORMAT, level=os.environ.get("SAGUARO_LOG_LEVEL", "WARNING"))
+    rank, ranks = mpi.place()
+    log_format = LOG_FORMAT if ranks == 1 else LOG_FORMAT.replace("%(message)s", f"rank {rank}: %(message)s")
+    logging.basicConfig(format=log_format, level=os.environ.get("SAGUARO_LOG_LEVEL", "WARNING"))
     mpi.remove_shared_memory()
     plan = LaunchPlan.read(runtime)
-    threading.Thread(target=_leave_with_launcher, args=(plan, runtime), daemon=True).start()
+    if rank == 0:  # MPI gives nobody else the launcher's standard input
+        threading.Thread(target=_leave_with_launcher, args=(plan, runtime), daemon=True).start()
     try:
-        {"target": run_target, "draft": run_draft}[role](plan, runtime)
+        # Closed by the end of this process alone. Without waiting, because a launcher that is gone does not read.
+        os.open(sign_of_life(runtime, role, rank), os.O_WRONLY | os.O_NONBLOCK)
+        run(role, plan, runtime, rank, ranks)
     except SaguaroError as error:
         _log.error("%s", error)
         mpi.leave(1)

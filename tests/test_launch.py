@@ -21,6 +21,7 @@ from saguaro.llm import LLM, build_engines
 from saguaro.orchestrator import launch
 from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.launch import Launcher
+from saguaro.orchestrator.plan import GroupPlan
 from saguaro.orchestrator.service_protocol import Status
 from saguaro.orchestrator.types import SamplingParams
 
@@ -248,8 +249,8 @@ async def test_a_rank_killed_during_start_is_named(
     role: str, tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Doomed(launch._Group):
-        def __init__(self, group: str, runtime: Path, threads: int) -> None:
-            super().__init__(group, runtime, threads)
+        def __init__(self, group: str, runtime: Path, plan: GroupPlan) -> None:
+            super().__init__(group, runtime, plan)
             if group == role:
                 deadline = time.monotonic() + 30
                 while time.monotonic() < deadline:

@@ -36,6 +36,11 @@ _PORT_FILE = "target.port"
 _READY_FILE = "draft.ready"
 
 
+def place() -> tuple[int, int]:
+    """This rank's number in its job, and how many there are."""
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
+
 def remove_shared_memory() -> None:
     """Unlink the shared-memory files MPI made for this job; the mappings stay valid.
 

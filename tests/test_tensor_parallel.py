@@ -1,0 +1,184 @@
+"""One model on several ranks: the same logits, the same tokens, and one end for all of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ranks
+from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
+from saguaro.engines.tensor_parallel import pack_batch, unpack_batch
+from saguaro.llm import LLM
+from saguaro.orchestrator.config import ModelConfig
+from saguaro.orchestrator.plan import GroupPlan, sign_of_life
+from saguaro.orchestrator.types import SamplingParams
+from saguaro.plugins.fan_out import FanOut
+
+# Engines --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """A group of that many ranks has computed every case; what it left."""
+    folder = tmp_path_factory.mktemp(f"tp{request.param}")
+    assert ranks.run(request.param, ranks.compute, folder) == [0] * request.param
+    return request.param, folder
+
+
+@pytest.mark.parametrize("case", ranks.CASES, ids=lambda case: case.name)
+def test_a_group_s_logits_are_those_of_one_process(group: tuple[int, Path], case: ranks.Case) -> None:
+    size, folder = group
+    actual = torch.load(folder / "logits.pt")[case.name]
+    expected = ranks.alone(case)
+    assert [a.shape for a in actual] == [e.shape for e in expected]
+    assert len(actual) == 6  # the batch that cannot be run was refused, and did no harm
+    tolerance = 1e-5 if case.dtype == torch.float32 else 1e-12
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, rtol=0, atol=tolerance * max([1.0, *e.abs().flatten().tolist()]))
+
+
+def test_a_rank_s_kv_pool_holds_its_own_heads_alone(group: tuple[int, Path]) -> None:
+    size, folder = group
+    for rank in range(size):
+        heads = torch.load(folder / f"heads-{rank}.pt")
+        for case in ranks.CASES:
+            assert heads[case.name] == max(1, case.model().config.num_key_value_heads // size)
+
+
+def test_an_idle_follower_sleeps_and_ends_with_its_leader(tmp_path: Path) -> None:
+    assert ranks.run(3, ranks.lose_the_leader, tmp_path) == [1, ranks.LOST, ranks.LOST]
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+ids = st.integers(0, 2**40)
+tables = st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=4)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    elif hasattr(expected, "__dataclass_fields__"):
+        for f in fields(expected):
+            assert_equal(getattr(actual, f.name), getattr(expected, f.name))
+    else:
+        assert actual == expected
+
+
+def assert_survives(batch: ForwardBatch) -> None:
+    assert_equal(unpack_batch(*pack_batch(batch)), batch)
+
+
+@given(st.data())
+def test_a_causal_batch_arrives_as_it_was_sent(data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=4))
+    starts = [data.draw(st.integers(0, 20)) for _ in tokens]
+    wanted = [data.draw(st.integers(0, len(row))) for row in tokens]
+    blocks = [data.draw(st.lists(st.integers(0, 999), min_size=25, max_size=30)) for _ in tokens]
+    assert_survives(causal_batch(tokens, starts, blocks, wanted, 1))
+
+
+@given(st.data())
+def test_a_fan_out_batch_arrives_as_it_was_sent(data: st.DataObject) -> None:
+    counts = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(lambda c: FanOut((*c, 1)))
+    fan_outs = data.draw(st.lists(counts, min_size=1, max_size=3))
+    depth = data.draw(st.integers(0, 2))
+    rows = sum(fan_out.branches for fan_out in fan_outs)
+    tokens = torch.tensor(data.draw(st.lists(ids, min_size=rows, max_size=rows)))
+    prefixes = [data.draw(st.integers(0, 9)) for _ in fan_outs]
+    assert_survives(fan_out_batch(tokens, fan_outs, prefixes, [list(range(60))] * len(fan_outs), depth, 1))
+
+
+# Deployments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [
+        ((4, 5, 6, 7), [(4, 5), (6, 7)]),
+        ((1, 2, 3), [(1,), (2, 3)]),
+        ((3,), [(3,), (3,)]),
+    ],
+)
+def test_ranks_share_cores_out_and_share_them_when_there_are_too_few(
+    cores: tuple[int, ...], shares: list[tuple[int, ...]]
+) -> None:
+    plan = GroupPlan(ModelConfig("any"), "", 2, cores)
+    assert [plan.cores_of(rank) for rank in range(2)] == shares
+
+
+@pytest.fixture(scope="module")
+def both(store: Path) -> Iterator[tuple[LLM, LLM]]:
+    with LLM("tiny", store=store) as one, LLM("tiny-tp4", store=store) as four:
+        yield one, four
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_four_ranks_give_the_tokens_of_one(both: tuple[LLM, LLM], mode: Any, temperature: float) -> None:
+    prompts = ["def fib(n):", "Once upon a time", [1, 2, 3]]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+    one, four = (llm.generate(prompts, params, mode=mode) for llm in both)
+    assert [r.token_ids for r in four] == [r.token_ids for r in one]
+    assert {r.stats.mode for r in four} == {mode}
+
+
+def rank_pid(runtime: Path, role: str, rank: int) -> int:
+    """The process that holds a rank's sign of life, and is not this one, which reads it."""
+    sign = str(sign_of_life(runtime, role, rank))
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                if any(os.readlink(file) == sign for file in (process / "fd").iterdir()):
+                    return int(process.name)
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+    raise AssertionError(f"no rank {rank} of {role} lives in {runtime}")
+
+
+@pytest.mark.parametrize(
+    ("rank", "mode", "tokens"),
+    [(0, "ssd", 20), (2, "ssd", 20), (2, "ar", 0)],
+    ids=["the leader, busy", "a follower, busy", "a follower, idle"],
+)
+def test_a_killed_rank_is_named_and_every_stream_goes_on_in_a_new_group(
+    store: Path, nothing_left: None, rank: int, mode: Any, tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """16 streams at once; all of them end with the text of an undisturbed run."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+    prompts = [[number] for number in range(16)]
+    with LLM("tiny-tp4", mode=mode, store=store) as llm:
+        undisturbed = [result.token_ids for result in llm.generate(prompts, params)]
+        victim = rank_pid(llm._launcher.runtime, "target", rank)
+        if tokens == 0:
+            os.kill(victim, signal.SIGKILL)
+        with ThreadPoolExecutor() as pool:
+            others = pool.submit(llm.generate, prompts[1:], params)
+            seen: list[int] = []
+            for chunk in llm.stream(prompts[0], params):
+                if len(seen) <= tokens < len(seen) + len(chunk.token_ids):
+                    os.kill(victim, signal.SIGKILL)
+                seen.extend(chunk.token_ids)
+            assert [seen, *(result.token_ids for result in others.result())] == undisturbed
+    assert re.search(f"the target group ended with status .* after its rank {rank} died.* started again", caplog.text)
+
+
+def test_a_group_that_is_told_to_ends_and_leaves_nothing(store: Path, nothing_left: None) -> None:
+    with LLM("tiny-tp4", mode="ar", store=store) as llm:
+        groups = llm._launcher._groups
+        assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        processes = [group.process for group in groups.values()]
+    assert [process.returncode for process in processes] == [0]
