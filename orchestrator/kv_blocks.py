@@ -110,9 +110,9 @@ class BlockTable:
         """Columns there is room for."""
         return len(self.blocks) * self._pool.block_size
 
-    def can_grow(self, columns: int) -> bool:
-        """Whether the pool has what `grow(columns)` would take."""
-        return self._missing(columns) <= self._pool.free_blocks
+    def can_grow(self, columns: int, beside: int = 0) -> bool:
+        """Whether the pool has what `grow(columns)` would take, and `beside` blocks for others."""
+        return self._missing(columns) + beside <= self._pool.free_blocks
 
     def grow(self, columns: int) -> None:
         """Make room for `columns` columns. Raises CapacityError and changes nothing when the pool is short."""

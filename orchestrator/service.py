@@ -76,10 +76,20 @@ class Service:
         self._target_pool = BlockPool(engine.num_blocks, engine.block_size)
         self._draft_pool = draft_pool
         self._links = links
+        serving = config.serving
         self._scheduler = Scheduler(
-            self._target_pool, max_sequences=config.serving.max_sequences, max_model_len=engine.max_model_len
+            self._target_pool,
+            max_sequences=serving.max_sequences,
+            max_model_len=engine.max_model_len,
+            max_batch_tokens=serving.max_batch_tokens,
+            max_queue=serving.max_queue,
         )
-        self._verifier = Verifier(target, max_model_len=engine.max_model_len, budget=config.speculation.budget)
+        self._verifier = Verifier(
+            target,
+            max_model_len=engine.max_model_len,
+            budget=config.speculation.budget,
+            max_batch_tokens=serving.max_batch_tokens,
+        )
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
         self._running = True
@@ -106,16 +116,16 @@ class Service:
         now = time.perf_counter_ns()
         for sequence, tokens in zip(batch, result.tokens, strict=True):
             request = self._requests[sequence.id]
-            if not request.first:
-                request.first = now
-            else:
+            if request.first:
                 request.spans.extend(result.spans)
+            elif tokens:
+                request.first = now
             if sequence.error:
                 self._drop(request)
                 self._send(request.client, Failed(request.number, "ConfigError", str(sequence.error)))
             elif sequence.finish_reason:
                 self._finish(request, tokens, now)
-            else:
+            elif tokens:
                 self._send(request.client, Tokens(request.number, tokens))
 
     def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
@@ -133,6 +143,7 @@ class Service:
         link = self._links()
         if link is not None:
             self._verifier.attach(link, [request.sequence for request in self._requests.values()])
+            self._draft_pool.forget()
             _log.info("a draft is connected")
 
     def _take_commands(self) -> None:
@@ -211,6 +222,8 @@ class Service:
             free_draft_blocks=self._draft_pool.free_blocks,
             draft_blocks=self._draft_pool.num_blocks,
             stale_answers=link.stale_answers if link else 0,
+            cached_target_blocks=self._target_pool.cached_blocks,
+            preemptions=self._scheduler.preemptions,
         )
 
     def _send(self, client: bytes, event: Tokens | Failed | Status) -> None:

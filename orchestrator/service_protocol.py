@@ -63,6 +63,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     free_draft_blocks: int
     draft_blocks: int
     stale_answers: int
+    cached_target_blocks: int  # hold a prefix that a prompt may share; free unless a running request holds them too
+    preemptions: int  # running requests that had to give their blocks back, since the start
 
 
 Command = Submit | Cancel | GetStatus | Shutdown
