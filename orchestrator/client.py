@@ -48,10 +48,12 @@ class Client:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> int:
         """Hand a prompt over; the number returned names the request in `stream` and `cancel`."""
         number = next(self._numbers)
-        self._send(Submit(number, prompt, params, mode, lookahead, trace))
+        self._send(Submit(number, prompt, params, mode, lookahead, trace, priority, timeout_s))
         return number
 
     def stream(self, request: int) -> Iterator[Tokens]:

@@ -6,6 +6,7 @@ Clients talk to it over one local socket and are numbered by it; a client that i
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class _Request:
     sequence: Sequence
     trace: bool
     submitted: int  # ns
+    deadline: float  # on the monotonic clock, in seconds
     first: int = 0
     spans: list[Span] = field(default_factory=list)
 
@@ -103,6 +105,7 @@ class Service:
         try:
             while self._running:
                 self._take_commands()
+                self._end_overdue()
                 self._take_links()
                 if batch := self._scheduler.schedule():
                     self._round(batch)
@@ -134,6 +137,12 @@ class Service:
         spans = request.spans if request.trace else []
         self._drop(request)
         self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans))
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for request in [request for request in self._requests.values() if request.deadline <= now]:
+            request.sequence.finish_reason = "timeout"
+            self._finish(request, [], time.perf_counter_ns())
 
     def _drop(self, request: _Request) -> None:
         self._scheduler.remove(request.sequence)
@@ -186,6 +195,9 @@ class Service:
             raise ConfigError(f"lookahead must be between 1 and this deployment's {limits.lookahead}, got {lookahead}")
         if not submit.prompt:
             raise ConfigError("the prompt has no tokens")
+        timeout = math.inf if submit.timeout_s is None else submit.timeout_s
+        if not timeout > 0:
+            raise ConfigError(f"timeout_s must be above 0, or left out for no limit, got {timeout}")
         if not all(0 <= token < self._vocab_size for token in submit.prompt):
             raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
         params = submit.params
@@ -203,10 +215,13 @@ class Service:
             lookahead=lookahead,
             target_table=BlockTable(self._target_pool),
             draft_table=BlockTable(self._draft_pool),
+            priority=submit.priority,
         )
         self._scheduler.add(sequence)
         self._next_id += 1
-        self._requests[sequence.id] = _Request(client, submit.request, sequence, submit.trace, time.perf_counter_ns())
+        self._requests[sequence.id] = _Request(
+            client, submit.request, sequence, submit.trace, time.perf_counter_ns(), time.monotonic() + timeout
+        )
 
     def _status(self) -> Status:
         link = self._verifier.link

@@ -13,7 +13,11 @@ MAX_MESSAGE = 16 * 2**20
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """`mode` and `lookahead` may lower what the deployment allows, never raise it; None takes the deployment's."""
+    """`mode` and `lookahead` may lower what the deployment allows, never raise it; None takes the deployment's.
+
+    A lower `priority` goes first. With `timeout_s` the request ends that long after it has come in, with what it has
+    by then and the finish reason "timeout", also when it is still waiting.
+    """
 
     request: int  # the client's number for it
     prompt: list[int]
@@ -21,6 +25,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     mode: Mode | None = None
     lookahead: int | None = None
     trace: bool = False
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

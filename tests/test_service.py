@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import zmq
 
 from saguaro.engines.scripted import ScriptedEngine, markov_table
-from saguaro.errors import ConfigError, LinkError
+from saguaro.errors import CapacityError, ConfigError, LinkError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.kv_blocks import BlockPool
@@ -29,7 +30,7 @@ def connect(tmp_path: Path) -> Iterator[Callable[[], Client]]:
         "test",
         ModelConfig("none"),
         speculation=SpeculationConfig(mode="ar"),
-        serving=ServingConfig(max_sequences=2),
+        serving=ServingConfig(max_sequences=2, max_batch_tokens=8, max_queue=16),
     )
     engine = ScriptedEngine(markov_table(CHAIN), 4, 64, 4, 20)
     service = Service(config, EngineTarget(engine, "coupled"), BlockPool(4, 4), (3,), tmp_path / "socket", lambda: None)
@@ -78,6 +79,8 @@ def test_more_requests_than_may_run_wait_their_turn(connect: Callable[[], Client
         ([4], GREEDY, {}, ConfigError, "token ids outside 0 to 3"),
         ([0] * 64, GREEDY, {}, ConfigError, "the context holds 64"),
         ([0], GREEDY, {"mode": "ssd"}, ConfigError, "mode 'ssd' is more than this deployment's 'ar'"),
+        ([0], GREEDY, {"timeout_s": 0.0}, ConfigError, "timeout_s must be above 0, or left out for no limit, got 0.0"),
+        ([0], GREEDY, {"timeout_s": float("nan")}, ConfigError, "timeout_s must be above 0"),
         ([0], GREEDY, {"lookahead": 5}, ConfigError, "lookahead must be between 1 and this deployment's 4, got 5"),
         ([0], SamplingParams(logit_bias={7: 1.0}), {}, ConfigError, "logit_bias names token id 7"),
     ],
@@ -113,6 +116,76 @@ def test_cancel_ends_a_stream_and_frees_it(connect: Callable[[], Client]) -> Non
     assert client.status().free_target_blocks == 20
     client.cancel(request)  # once more does no harm
     assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
+
+
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+def test_a_request_ends_at_its_deadline_waiting_or_running(connect: Callable[[], Client]) -> None:
+    client = connect()
+    running = [client.submit([0], LONG) for _ in range(2)]
+    overdue = client.submit([0], LONG, timeout_s=1e-9)
+    events = list(client.stream(overdue))
+    assert [(event.tokens, event.finish_reason) for event in events] == [([], "timeout")]
+    assert events[-1].stats is not None
+    in_time = client.submit([0], GREEDY, timeout_s=1e9)
+    assert [len(tokens(client, request)) for request in running] == [60, 60]
+    assert tokens(client, in_time) == [1, 2, 3]
+    assert client.status().free_target_blocks == 20
+
+
+def test_a_running_request_keeps_what_it_has_at_its_deadline(
+    connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect()
+    request = client.submit([0], LONG, timeout_s=1e6)
+    stream = client.stream(request)
+    assert next(stream).tokens == [1]
+    clock = time.monotonic
+    monkeypatch.setattr("saguaro.orchestrator.service.time.monotonic", lambda: clock() + 1e7)
+    rest = list(stream)
+    monkeypatch.undo()
+    assert rest[-1].finish_reason == "timeout"
+    got = [1, *(token for event in rest for token in event.tokens)]
+    assert len(got) < 60
+    assert got == [(i + 1) % 4 for i in range(len(got))]
+    assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
+
+
+def test_a_full_queue_refuses_and_serves_the_others(connect: Callable[[], Client]) -> None:
+    client = connect()
+    requests = [client.submit([0], LONG) for _ in range(40)]
+    served = refused = 0
+    for request in requests:
+        try:
+            assert len(tokens(client, request)) == 60
+            served += 1
+        except CapacityError as error:
+            assert "serving.max_queue is 16" in str(error)
+            refused += 1
+    assert served >= 18
+    assert refused >= 1
+
+
+def test_a_context_is_usable_to_its_last_token_and_its_prefix_is_cached(connect: Callable[[], Client]) -> None:
+    """I-16: a prompt one short of the context, in chunks of 8, without a limit of its own."""
+    client = connect()
+    for _ in range(2):
+        events = list(client.stream(client.submit([0] * 63, SamplingParams(temperature=0, ignore_eos=True))))
+        assert [(event.tokens, event.finish_reason) for event in events] == [([1], "length")]
+    assert tokens(client, client.submit([0], GREEDY)) == [1, 2, 3]
+    status = client.status()
+    assert (status.cached_target_blocks, status.free_target_blocks, status.preemptions) == (15, 20, 0)
+
+
+def test_requests_that_outgrow_the_pool_take_turns(connect: Callable[[], Client]) -> None:
+    client = connect()
+    requests = [client.submit([start], LONG) for start in (0, 1)]  # 16 blocks each of 20
+    for start, request in enumerate(requests):
+        assert tokens(client, request) == [(start + 1 + i) % 4 for i in range(60)]
+    status = client.status()
+    assert status.preemptions >= 1
+    assert (status.running, status.free_target_blocks) == (0, 20)
 
 
 def test_garbage_from_a_client_disturbs_nobody(connect: Callable[[], Client], tmp_path: Path) -> None:
