@@ -62,7 +62,7 @@ class ScriptedEngine:
         self._positions[batch.slots] = batch.positions
         contexts = self._contexts(batch)
         rows = [self._log_probs(contexts[row]) for row in batch.logit_rows.tolist()]
-        return ForwardOutput(torch.tensor(rows, dtype=torch.float64).view(-1, self._vocab_size))
+        return ForwardOutput(torch.tensor(rows, dtype=torch.float64).view(len(rows), self._vocab_size))
 
     def _check(self, batch: ForwardBatch) -> None:
         for name, values, limit in (

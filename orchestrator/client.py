@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -79,6 +80,8 @@ class Client:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[Tokens, None]:
         """What each round emits; the last event has a `finish_reason`. Closing the iterator early cancels the request.
 
@@ -89,7 +92,8 @@ class Client:
         if params.seed is None:  # drawn here, because a restart must not draw another one
             params = replace(params, seed=secrets.randbits(64))
         number = next(self._numbers)
-        request = self._requests[number] = _Request(Submit(number, prompt, params, mode, lookahead, trace))
+        submit = Submit(number, prompt, params, mode, lookahead, trace, priority=priority, timeout_s=timeout_s)
+        request = self._requests[number] = _Request(submit)
         finished = False
         try:
             await self._send(request.submit)
@@ -186,15 +190,4 @@ class Client:
         A request that reached it already, because it was submitted during the restart, is recognised by its number.
         """
         for request in self._requests.values():
-            submit = request.submit
-            await self._send(
-                Submit(
-                    submit.request,
-                    submit.prompt,
-                    submit.params,
-                    submit.mode,
-                    submit.lookahead,
-                    submit.trace,
-                    delivered=request.delivered,
-                )
-            )
+            await self._send(msgspec.structs.replace(request.submit, delivered=request.delivered))

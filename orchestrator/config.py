@@ -92,11 +92,15 @@ class SpeculationConfig:
 @dataclass(frozen=True)
 class ServingConfig:
     max_sequences: int = 8
+    max_batch_tokens: int = 256  # of a round: running sequences first, then chunks of prompts, at least one block's
+    max_queue: int = 1024  # requests that may wait beside those that run; one more is refused at once
     start_timeout_s: int = 300
     max_restarts: int = 3  # of each process group, with growing pauses
 
     def __post_init__(self) -> None:
         _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "at least 1")
+        _check(self.max_batch_tokens >= 1, "max_batch_tokens", self.max_batch_tokens, "at least 1")
+        _check(self.max_queue >= 0, "max_queue", self.max_queue, "at least 0")
         _check(self.start_timeout_s >= 1, "start_timeout_s", self.start_timeout_s, "at least 1")
         _check(self.max_restarts >= 0, "max_restarts", self.max_restarts, "0 or more")
 

@@ -45,8 +45,9 @@ class DraftRow:
     """One sequence in a round. All the speculator needs to serve it; nothing of it is remembered there but KV.
 
     `tokens` are the committed tokens from position `start` on, the first whose draft KV is not valid. With an
-    `outcome` they are just its bonus token. A `prefill` row only asks to get ready: the target is prefilling too, so
-    there is nothing to answer yet.
+    `outcome` they are just its bonus token. A `prefill` row only asks to get ready: there is nothing to answer yet,
+    because the target is prefilling too, or because the draft is still behind. If it is one chunk of several, its
+    `budget` is 0 and `table` holds just its tokens.
     """
 
     sequence: int
@@ -61,7 +62,7 @@ class DraftRow:
 
     @property
     def length(self) -> int:
-        """Committed tokens, the last one included."""
+        """Committed tokens up to the last one sent."""
         return self.start + len(self.tokens)
 
 

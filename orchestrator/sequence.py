@@ -17,11 +17,12 @@ class RoundRecord:
     hit: bool | None  # None: nothing was asked of the speculator
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """`tokens` is the truth: prompt and everything committed. The KV of both models follows it.
 
-    `target_length` and `draft_length` count the leading positions whose KV is valid in each model's pool.
+    `target_length` and `draft_length` count the leading positions whose KV is valid in each model's pool. `id` rises
+    in order of arrival.
     """
 
     id: int
@@ -31,8 +32,10 @@ class Sequence:
     lookahead: int
     target_table: BlockTable
     draft_table: BlockTable
+    priority: int = 0  # lower goes first
     target_length: int = 0
     draft_length: int = 0
+    chunk_end: int | None = None  # where this round's part of a prompt ends; None: the round computes all there is
     outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
     finish_reason: FinishReason | None = None
     error: ConfigError | None = None  # why it cannot go on, with finish_reason "error"
@@ -48,6 +51,22 @@ class Sequence:
     def emitted(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.request.prompt_length
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the target lacks more than the last token: a prompt, or what a preemption has taken away."""
+        return self.target_length < self.length - 1 or self.emitted == 0
+
+    def adopt_prefix(self) -> None:
+        """Start from what the pools still hold of these tokens, computed for this sequence or another one."""
+        self.target_length = self.target_table.adopt(self.tokens)
+        if self.mode != "ar":
+            self.draft_length = self.draft_table.adopt(self.tokens)
+
+    def publish(self) -> None:
+        """Offer the KV of committed tokens to others. What is only speculated lies behind both lengths."""
+        self.target_table.publish(self.tokens, self.target_length)
+        self.draft_table.publish(self.tokens, self.draft_length)
 
     def commit(self, tokens: list[int], max_model_len: int) -> list[int]:
         """Append what a round emitted, up to and including the token that ends the request; returns that part.
@@ -67,6 +86,9 @@ class Sequence:
         return committed
 
     def release(self) -> None:
-        """Give every block back."""
+        """Give every block back. Tokens, the budget they leave and the random stream stay: it can be run again."""
         self.target_table.truncate(0)
         self.draft_table.truncate(0)
+        self.target_length = self.draft_length = 0
+        self.chunk_end = None
+        self.outcome = None

@@ -6,6 +6,7 @@ Clients talk to it over one local socket and are numbered by it; a client that i
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class _Request:
     sequence: Sequence
     trace: bool
     submitted: int  # ns
+    deadline: float  # on the monotonic clock, in seconds
     first: int = 0
     spans: list[Span] = field(default_factory=list)
 
@@ -76,10 +78,20 @@ class Service:
         self._target_pool = BlockPool(engine.num_blocks, engine.block_size)
         self._draft_pool = draft_pool
         self._links = links
+        serving = config.serving
         self._scheduler = Scheduler(
-            self._target_pool, max_sequences=config.serving.max_sequences, max_model_len=engine.max_model_len
+            self._target_pool,
+            max_sequences=serving.max_sequences,
+            max_model_len=engine.max_model_len,
+            max_batch_tokens=serving.max_batch_tokens,
+            max_queue=serving.max_queue,
         )
-        self._verifier = Verifier(target, max_model_len=engine.max_model_len, budget=config.speculation.budget)
+        self._verifier = Verifier(
+            target,
+            max_model_len=engine.max_model_len,
+            budget=config.speculation.budget,
+            max_batch_tokens=serving.max_batch_tokens,
+        )
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
         self._epoch = secrets.randbits(64)
@@ -96,6 +108,7 @@ class Service:
         try:
             while self._running:
                 self._take_commands()
+                self._end_overdue()
                 self._take_links()
                 if batch := self._scheduler.schedule():
                     self._round(batch)
@@ -111,16 +124,16 @@ class Service:
             request = self._requests.get(sequence.id)
             if request is None:
                 continue  # its client vanished while this round's events were sent
-            if not request.first:
-                request.first = now
-            else:
+            if request.first:
                 request.spans.extend(result.spans)
+            elif tokens:
+                request.first = now
             if sequence.error:
                 self._drop(request)
                 self._send(request.client, Failed(request.number, "ConfigError", str(sequence.error)))
             elif sequence.finish_reason:
                 self._finish(request, tokens, now)
-            else:
+            elif tokens:
                 self._send(request.client, Tokens(request.number, tokens))
 
     def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
@@ -130,6 +143,12 @@ class Service:
         self._drop(request)
         self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans))
 
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for request in [request for request in self._requests.values() if request.deadline <= now]:
+            request.sequence.finish_reason = "timeout"
+            self._finish(request, [], time.perf_counter_ns())
+
     def _drop(self, request: _Request) -> None:
         self._scheduler.remove(request.sequence)
         del self._requests[request.sequence.id]
@@ -138,6 +157,7 @@ class Service:
         link = self._links()
         if link is not None:
             self._verifier.attach(link, [request.sequence for request in self._requests.values()])
+            self._draft_pool.forget()
             _log.info("a draft is connected")
 
     def _take_commands(self) -> None:
@@ -182,6 +202,9 @@ class Service:
             raise ConfigError("the prompt has no tokens")
         if any((request.client, request.number) == (client, submit.request) for request in self._requests.values()):
             return  # submitted again after a restart, but it had reached this service already
+        timeout = math.inf if submit.timeout_s is None else submit.timeout_s
+        if not timeout > 0:
+            raise ConfigError(f"timeout_s must be above 0, or left out for no limit, got {timeout}")
         if not all(0 <= token < self._vocab_size for token in submit.prompt + submit.delivered):
             raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
         params = submit.params
@@ -201,10 +224,13 @@ class Service:
             lookahead=lookahead,
             target_table=BlockTable(self._target_pool),
             draft_table=BlockTable(self._draft_pool),
+            priority=submit.priority,
         )
         self._scheduler.add(sequence)
         self._next_id += 1
-        self._requests[sequence.id] = _Request(client, submit.request, sequence, submit.trace, time.perf_counter_ns())
+        self._requests[sequence.id] = _Request(
+            client, submit.request, sequence, submit.trace, time.perf_counter_ns(), time.monotonic() + timeout
+        )
 
     def _status(self) -> Status:
         link = self._verifier.link
@@ -221,6 +247,8 @@ class Service:
             free_draft_blocks=self._draft_pool.free_blocks,
             draft_blocks=self._draft_pool.num_blocks,
             stale_answers=link.stale_answers if link else 0,
+            cached_target_blocks=self._target_pool.cached_blocks,
+            preemptions=self._scheduler.preemptions,
         )
 
     def _send(self, client: bytes, event: Tokens | Failed | Status) -> None:

@@ -13,7 +13,11 @@ MAX_MESSAGE = 16 * 2**20
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """`mode` and `lookahead` may lower what the deployment allows, never raise it; None takes the deployment's."""
+    """`mode` and `lookahead` may lower what the deployment allows, never raise it; None takes the deployment's.
+
+    A lower `priority` goes first. With `timeout_s` the request ends that long after it has come in, with what it has
+    by then and the finish reason "timeout", also when it is still waiting.
+    """
 
     request: int  # the client's number for it
     prompt: list[int]
@@ -22,6 +26,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     lookahead: int | None = None
     trace: bool = False
     delivered: list[int] = []  # tokens an earlier service had generated and the client has: the stream goes on after
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +71,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     free_draft_blocks: int
     draft_blocks: int
     stale_answers: int
+    cached_target_blocks: int  # hold a prefix that a prompt may share; free unless a running request holds them too
+    preemptions: int  # running requests that had to give their blocks back, since the start
 
 
 Command = Submit | Cancel | GetStatus | Shutdown

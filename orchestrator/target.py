@@ -21,16 +21,19 @@ class EngineTarget:
         self._rule: Rule = rule
         self._tolerance = engine.logit_tolerance
 
-    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | ConfigError]:
+    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | ConfigError | None]:
         """One forward over all trunks, then each sequence's outcome, or why that sequence cannot go on.
 
         Rows start at the first position without valid KV, so that a prefill is the verification of an empty
-        speculation behind a long context.
+        speculation behind a long context. A sequence that stops at its `chunk_end` decides nothing yet: None.
         """
-        wanted = [len(speculation.tokens) + 1 for speculation in speculations]
+        wanted = [
+            len(speculation.tokens) + 1 if sequence.chunk_end is None else 0
+            for sequence, speculation in zip(sequences, speculations, strict=True)
+        ]
         batch = causal_batch(
             [
-                [*sequence.tokens[sequence.target_length :], *speculation.tokens]
+                [*sequence.tokens[sequence.target_length : sequence.chunk_end], *speculation.tokens]
                 for sequence, speculation in zip(sequences, speculations, strict=True)
             ],
             [sequence.target_length for sequence in sequences],
@@ -40,7 +43,7 @@ class EngineTarget:
         )
         logits = self.engine.forward(batch).logits.split(wanted)
         return [
-            self._decide(rows, sequence, speculation)
+            self._decide(rows, sequence, speculation) if sequence.chunk_end is None else None
             for rows, sequence, speculation in zip(logits, sequences, speculations, strict=True)
         ]
 

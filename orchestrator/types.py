@@ -10,7 +10,7 @@ from saguaro.errors import ConfigError
 
 Mode = Literal["ar", "sd", "ssd"]
 Rule = Literal["coupled", "ratio"]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 MAX_SEED = 2**64 - 1
 

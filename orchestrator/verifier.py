@@ -30,8 +30,9 @@ class RoundResult:
 class Verifier:
     """Owns the outcome of every round. `link` is None as long as no speculator is connected."""
 
-    def __init__(self, target: EngineTarget, *, max_model_len: int, budget: int) -> None:
+    def __init__(self, target: EngineTarget, *, max_model_len: int, budget: int, max_batch_tokens: int) -> None:
         self._target = target
+        self._max_batch_tokens = max_batch_tokens  # what the draft may have to catch up with in one round
         self._max_model_len = max_model_len
         self._budget = budget  # branches a speculator prepares for one sequence
         self._timeline = Timeline()
@@ -42,6 +43,8 @@ class Verifier:
 
         Without a speculator, or when it is late, a row simply carries no speculation: plain decoding.
         """
+        for sequence in batch:
+            sequence.target_table.grow(sequence.chunk_end or sequence.length)
         asked = self._ask(batch)
         answers, draft_spans = self._answers(asked)
         speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
@@ -59,17 +62,26 @@ class Verifier:
         """Work with a newly connected speculator, whose KV pool is empty."""
         self.link = link
         for sequence in running:
+            sequence.draft_table.truncate(0)
             sequence.draft_length = 0
             sequence.outcome = None
 
     def _ask(self, batch: Rows[Sequence]) -> dict[int, DraftRow]:
         if self.link is None or not self.link.ready:
             return {}
-        rows = {s.id: row for s in batch if (row := self._draft_row(s, self.link.hello.max_model_len))}
+        rows: dict[int, DraftRow] = {}
+        left = self._max_batch_tokens
+        for sequence in batch:
+            if row := self._draft_row(sequence, self.link.hello.max_model_len, left):
+                rows[sequence.id] = row
+                left -= len(row.tokens)
         return rows if rows and self.link.ask(list(rows.values())) else {}
 
-    def _draft_row(self, sequence: Sequence, draft_model_len: int) -> DraftRow | None:
-        """What to ask for this sequence. None when a speculation cannot help or has no room in either model."""
+    def _draft_row(self, sequence: Sequence, draft_model_len: int, left: int) -> DraftRow | None:
+        """What to ask for this sequence. None when a speculation cannot help or has no room in either model.
+
+        A draft that is more than `left` tokens behind catches up by one chunk of them and is asked for nothing else.
+        """
         # Nothing is drafted beyond the end of the request or of the target's context, and the branches of this round
         # (a trunk of K, then K more) have to fit into the draft's.
         end = min(self._max_model_len, sequence.request.prompt_length + sequence.request.params.max_tokens)
@@ -80,15 +92,21 @@ class Verifier:
             return None
         if not sequence.draft_table.can_grow(columns):
             return None
-        sequence.draft_table.grow(columns)
+        if not sequence.prefilling:
+            lookahead = sequence.target_table.stretch(sequence.length + lookahead) - sequence.length
+        stop = min(sequence.chunk_end or sequence.length, sequence.draft_length + max(left, 1 + sequence.lookahead))
+        if lookahead < 1 or stop <= sequence.draft_length:
+            return None
+        whole = stop == sequence.length
+        sequence.draft_table.grow(columns if whole else stop)
         return DraftRow(
             sequence=sequence.id,
             start=sequence.draft_length,
-            tokens=tuple(sequence.tokens[sequence.draft_length :]),
+            tokens=tuple(sequence.tokens[sequence.draft_length : stop]),
             outcome=sequence.outcome,
-            prefill=sequence.emitted == 0,
+            prefill=sequence.prefilling or not whole,
             lookahead=lookahead,
-            budget=budget,
+            budget=budget if whole else 0,
             table=tuple(sequence.draft_table.blocks),
             request=sequence.request,
         )
@@ -113,7 +131,7 @@ class Verifier:
         self,
         sequence: Sequence,
         speculation: Speculation,
-        outcome: Outcome | ConfigError,
+        outcome: Outcome | ConfigError | None,
         asked: DraftRow | None,
         answer: AnswerRow | None,
     ) -> list[int]:
@@ -121,16 +139,21 @@ class Verifier:
         if isinstance(outcome, ConfigError):
             sequence.finish_reason, sequence.error = "error", outcome
             return []
-        emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
-        committed = sequence.commit(emitted, self._max_model_len)
-        sequence.rounds.append(RoundRecord(len(committed), answer.hit if answer else None))
-        sequence.target_length = sequence.length - 1
-        sequence.target_table.truncate(sequence.length)
-        if asked and (asked.prefill or answer):
+        before = sequence.length
+        committed: list[int] = []
+        if outcome:
+            emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
+            committed = sequence.commit(emitted, self._max_model_len)
+            sequence.rounds.append(RoundRecord(len(committed), answer.hit if answer else None))
+        sequence.target_length = sequence.chunk_end or sequence.length - 1
+        if asked and asked.length == before and (asked.prefill or answer):
             # The speculator holds this very trunk, so its KV follows the outcome and its branches stand for it.
             sequence.draft_length = sequence.length - 1
             sequence.outcome = outcome
         else:
+            sequence.draft_length = asked.length if asked and asked.prefill else sequence.draft_length
             sequence.outcome = None
+        sequence.publish()
+        sequence.target_table.truncate(sequence.target_length)
         sequence.draft_table.truncate(sequence.draft_length)
         return committed

@@ -78,6 +78,7 @@ class Pair:
     width: int = 16
     cache_aware: float = 1.0
     stop_ids: tuple[int, ...] = ()
+    max_batch_tokens: int = 10_000
     channel: PumpChannel = field(default_factory=PumpChannel)
 
     def __post_init__(self) -> None:
@@ -88,7 +89,10 @@ class Pair:
         self.speculator = Speculator(drafter, _SpeculatorEnd(self.channel), self.policy, hello)
         self.channel.speculator = self.speculator
         self.verifier = Verifier(
-            EngineTarget(self.target, self.rule), max_model_len=self.target.max_model_len, budget=self.budget
+            EngineTarget(self.target, self.rule),
+            max_model_len=self.target.max_model_len,
+            budget=self.budget,
+            max_batch_tokens=self.max_batch_tokens,
         )
         self.link = DraftLink(self.channel, deployment=1, timeout=0)
         self.verifier.attach(self.link, [])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import zmq
 
 from conftest import in_loop
 from saguaro.engines.scripted import ScriptedEngine, markov_table
-from saguaro.errors import ConfigError, LinkError
+from saguaro.errors import CapacityError, ConfigError, LinkError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.kv_blocks import BlockPool
@@ -46,7 +48,7 @@ def service(socket: Path, weights: list[list[int]] = CHAIN, limit: int | None = 
         "test",
         ModelConfig("none"),
         speculation=SpeculationConfig(mode="ar"),
-        serving=ServingConfig(max_sequences=2),
+        serving=ServingConfig(max_sequences=2, max_batch_tokens=8, max_queue=16),
     )
     engine = ScriptedEngine(markov_table([[Fraction(w, sum(row)) for w in row] for row in weights]), 4, 64, 4, 20)
     running = Service(config, EngineTarget(engine, "coupled"), BlockPool(4, 4), (3,), socket, lambda: None)
@@ -113,6 +115,8 @@ async def test_more_requests_than_may_run_wait_their_turn(socket: Path) -> None:
         ([4], GREEDY, {}, "token ids outside 0 to 3"),
         ([0] * 64, GREEDY, {}, "the context holds 64"),
         ([0], GREEDY, {"mode": "ssd"}, "mode 'ssd' is more than this deployment's 'ar'"),
+        ([0], GREEDY, {"timeout_s": 0.0}, "timeout_s must be above 0, or left out for no limit, got 0.0"),
+        ([0], GREEDY, {"timeout_s": float("nan")}, "timeout_s must be above 0"),
         ([0], GREEDY, {"lookahead": 5}, "lookahead must be between 1 and this deployment's 4, got 5"),
         ([0], SamplingParams(logit_bias={7: 1.0}), {}, "logit_bias names token id 7"),
     ],
@@ -158,14 +162,82 @@ async def test_a_vanished_client_takes_its_requests_along(socket: Path) -> None:
 @in_loop
 async def test_a_client_that_reads_late_loses_nothing(socket: Path) -> None:
     async with connect(socket) as slow, connect(socket) as other:
-        streams = [slow.stream([0], replace(ENDLESS, max_tokens=50)) for _ in range(40)]
+        streams = [slow.stream([0], replace(ENDLESS, max_tokens=50)) for _ in range(16)]
         first = await asyncio.gather(*(anext(stream) for stream in streams))
         assert await tokens(other, [0]) == [1, 2, 3]  # nobody waits for the slow one's reading
         while (await other.status()).running:
             await asyncio.sleep(0.01)
         rest = [[event async for event in stream] for stream in streams]
-        assert [1 + len(events) for events in rest] == [50] * 40
-        assert len(first) == 40
+        assert [1 + len(events) for events in rest] == [50] * 16
+        assert len(first) == 16
+
+
+@in_loop
+async def test_a_request_ends_at_its_deadline_waiting_or_running(socket: Path) -> None:
+    async with connect(socket) as client:
+        running = [asyncio.create_task(tokens(client, [0], ENDLESS)) for _ in range(2)]
+        await asyncio.sleep(0)
+        events = [event async for event in client.stream([0], ENDLESS, timeout_s=1e-9)]
+        assert [(event.tokens, event.finish_reason) for event in events] == [([], "timeout")]
+        assert events[-1].stats is not None
+        assert await tokens(client, [0], timeout_s=1e9) == [1, 2, 3]
+        assert [len(answer) for answer in await asyncio.gather(*running)] == [60, 60]
+        assert (await client.status()).free_target_blocks == 20
+
+
+@in_loop
+async def test_a_running_request_keeps_what_it_has_at_its_deadline(
+    socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect(socket) as client:
+        stream = client.stream([0], ENDLESS, timeout_s=1e6)
+        got = (await anext(stream)).tokens
+        # The service's clock alone: the client, in the same process, goes by the real one.
+        ahead = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e7, perf_counter_ns=time.perf_counter_ns)
+        monkeypatch.setattr("saguaro.orchestrator.service.time", ahead)
+        rest = [event async for event in stream]
+        monkeypatch.undo()
+        assert rest[-1].finish_reason == "timeout"
+        got = got + [token for event in rest for token in event.tokens]
+        assert len(got) < 60
+        assert got == [(i + 1) % 4 for i in range(len(got))]
+        assert await tokens(client, [0]) == [1, 2, 3]
+
+
+@in_loop
+async def test_a_full_queue_refuses_and_serves_the_others(socket: Path) -> None:
+    async with connect(socket) as client:
+        answers = await asyncio.gather(*(tokens(client, [0], ENDLESS) for _ in range(40)), return_exceptions=True)
+        served = [answer for answer in answers if isinstance(answer, list)]
+        refused = [answer for answer in answers if isinstance(answer, CapacityError)]
+        assert len(served) + len(refused) == 40
+        assert all(len(answer) == 60 for answer in served)
+        assert all("serving.max_queue is 16" in str(error) for error in refused)
+        assert len(served) >= 18
+        assert len(refused) >= 1
+
+
+@in_loop
+async def test_a_context_is_usable_to_its_last_token_and_its_prefix_is_cached(socket: Path) -> None:
+    """I-16: a prompt one short of the context, in chunks of 8, without a limit of its own."""
+    async with connect(socket) as client:
+        for _ in range(2):
+            params = SamplingParams(temperature=0, ignore_eos=True)
+            events = [event async for event in client.stream([0] * 63, params)]
+            assert [(event.tokens, event.finish_reason) for event in events] == [([1], "length")]
+        assert await tokens(client, [0]) == [1, 2, 3]
+        status = await client.status()
+        assert (status.cached_target_blocks, status.free_target_blocks, status.preemptions) == (15, 20, 0)
+
+
+@in_loop
+async def test_requests_that_outgrow_the_pool_take_turns(socket: Path) -> None:
+    async with connect(socket) as client:
+        answers = await asyncio.gather(*(tokens(client, [start], ENDLESS) for start in (0, 1)))  # 16 blocks each of 20
+        assert answers == [[(start + 1 + i) % 4 for i in range(60)] for start in (0, 1)]
+        status = await client.status()
+        assert status.preemptions >= 1
+        assert (status.running, status.free_target_blocks) == (0, 20)
 
 
 @in_loop
