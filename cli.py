@@ -159,6 +159,7 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
         min_p=arguments.min_p,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
+        logprobs=arguments.logprobs,
     )
 
 
@@ -170,7 +171,7 @@ def _as_json(result: Result) -> dict[str, object]:
         "finish_reason": result.finish_reason,
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         "stats": asdict(result.stats),
-    }
+    } | ({"logprobs": [asdict(entry) for entry in result.logprobs]} if result.logprobs else {})
 
 
 def _line(stats: RequestStats) -> str:
@@ -249,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (default)")
     decoding.add_argument("--seed", type=int, metavar="N", help="same seed, same text, in every mode")
     decoding.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    decoding.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and the N best (0-20)")
 
     generate = command(
         "generate",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +23,7 @@ from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams
+from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -37,6 +37,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     spans: tuple[Span, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Result:
     finish_reason: FinishReason
     stats: RequestStats
     spans: tuple[Span, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
 
 
 class LLM:
@@ -125,7 +127,7 @@ class LLM:
                 finished = event.finish_reason is not None
                 if finished:
                     text += self._tokenizer.decode(ids, skip_special_tokens=True)[sent:]
-                yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans))
+                yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans), event.logprobs)
         finally:
             if not finished:
                 self._launcher.client.cancel(request)
@@ -149,12 +151,14 @@ class LLM:
 
     def _collect(self, prompt: list[int], request: int) -> Result:
         tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         for event in self._launcher.client.stream(request):
             tokens.extend(event.tokens)
+            logprobs.extend(event.logprobs)
         if event.finish_reason is None or event.stats is None:
             raise ConfigError("the service ended a stream without a reason: client and service are different releases")
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Result(text, tokens, prompt, event.finish_reason, event.stats, tuple(event.spans))
+        return Result(text, tokens, prompt, event.finish_reason, event.stats, tuple(event.spans), logprobs)
 
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:

@@ -84,8 +84,9 @@ def scores(
     """The target's chain: [R, V] logits -> [R, V] scores whose softmax is p, -inf for excluded tokens.
 
     Row r's history is context + tails[r]; it predicts the token at position len(context) + len(tails[r]). `allowed`
-    [R, V] bool is the grammar mask. float32, or float64 for float64 logits; where nothing applies it is `logits` itself.
-    At temperature 0 not scaled or filtered. Raises ConfigError if a row excludes every token, EngineError if the model returned no numbers.
+    [R, V] bool is the grammar mask. float32, or float64 for float64 logits; where nothing applies it is `logits`
+    itself. At temperature 0 not scaled or filtered. Raises ConfigError if a row excludes every token, EngineError if
+    the model returned no numbers.
     """
     result = target_scores(logits, request, context, tails, allowed)
     for index in range(len(tails)):

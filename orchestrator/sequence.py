@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.kv_blocks import BlockTable
-from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling
+from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Sequence:
     error: ConfigError | None = None  # why it cannot go on, with finish_reason "error"
     rounds: list[RoundRecord] = field(default_factory=list)
     near_ties: list[int] = field(default_factory=list)  # positions whose greedy choice another batch might not share
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of every emitted token, if asked for
 
     @property
     def length(self) -> int:
@@ -64,6 +65,7 @@ class Sequence:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
+        del self.logprobs[self.emitted :]
         return committed
 
     def release(self) -> None:

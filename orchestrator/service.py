@@ -36,7 +36,7 @@ from saguaro.orchestrator.service_protocol import (
     encode,
 )
 from saguaro.orchestrator.target import EngineTarget
-from saguaro.orchestrator.types import Mode, RequestSampling
+from saguaro.orchestrator.types import Mode, RequestSampling, TokenLogprobs
 from saguaro.orchestrator.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -116,14 +116,15 @@ class Service:
             elif sequence.finish_reason:
                 self._finish(request, tokens, now)
             else:
-                self._send(request.client, Tokens(request.number, tokens))
+                self._send(request.client, Tokens(request.number, tokens, logprobs=_latest(sequence, tokens)))
 
     def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
         sequence = request.sequence
         stats = request_stats(sequence, request.spans, request.submitted, request.first or now, now)
         spans = request.spans if request.trace else []
         self._drop(request)
-        self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans))
+        logprobs = _latest(sequence, tokens)
+        self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs))
 
     def _drop(self, request: _Request) -> None:
         self._scheduler.remove(request.sequence)
@@ -218,3 +219,8 @@ class Service:
             self._socket.send_multipart([client, encode(event)], flags=zmq.NOBLOCK)
         except zmq.Again:
             _log.warning("a client does not read what it is sent; dropped an event")
+
+
+def _latest(sequence: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
+    """Log probabilities of the tokens just emitted; none when they were not asked for."""
+    return sequence.logprobs[len(sequence.logprobs) - len(tokens) :] if sequence.logprobs else []

@@ -13,6 +13,7 @@ Rule = Literal["coupled", "ratio"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class SamplingParams:
 
     temperature 0 is argmax. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. Penalties and `min_tokens` count
     per token, also inside a speculation. Token ids only: text belongs to the tokenizer's side.
+
+    `logprobs` n asks for the log probability of each emitted token and of the n best at its position (0: only the token
+    itself): the log softmax of the model's own logits, before any bias, penalty, temperature or filter.
+
     Raises ConfigError naming the field, its limit and what was given.
     """
 
@@ -38,6 +43,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int = 256
     seed: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, limit: str) -> None:
@@ -59,6 +65,16 @@ class SamplingParams:
         check("max_tokens", self.max_tokens >= 1, "at least 1")
         check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})")
         check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
+        check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The natural log probability of an emitted token, and the best (token, log probability) at its position."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
