@@ -160,6 +160,8 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
         logprobs=arguments.logprobs,
+        stop=tuple(arguments.stop),
+        bad_words=tuple(arguments.bad_word),
     )
 
 
@@ -250,6 +252,10 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (default)")
     decoding.add_argument("--seed", type=int, metavar="N", help="same seed, same text, in every mode")
     decoding.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    decoding.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
+    )
+    decoding.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say it (repeatable)")
     decoding.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and the N best (0-20)")
 
     generate = command(

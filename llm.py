@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.protocol import Span
@@ -98,10 +98,13 @@ class LLM:
         trace: bool = False,
     ) -> list[Result]:
         """One result per prompt, in order. A prompt is text, token ids, or a chat (messages with role and content)."""
+        params = params or SamplingParams()
         many = [prompts] if _is_one(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
         requests = [self._submit(ids, params, mode, lookahead, trace) for ids in encoded]
-        return [self._collect(ids, request) for ids, request in zip(encoded, requests, strict=True)]
+        return [
+            self._collect(ids, self._chunks(request, params)) for ids, request in zip(encoded, requests, strict=True)
+        ]
 
     def stream(
         self,
@@ -113,24 +116,8 @@ class LLM:
         trace: bool = False,
     ) -> Iterator[Chunk]:
         """A chunk per round. Text never ends inside a character: what is incomplete waits for the next chunk."""
-        request = self._submit(self.encode(prompt), params, mode, lookahead, trace)
-        decoder = DecodeStream(skip_special_tokens=True)
-        ids: list[int] = []
-        sent = 0
-        finished = False
-        try:
-            for event in self._launcher.client.stream(request):
-                pieces = [decoder.step(self._tokenizer.backend_tokenizer, token) or "" for token in event.tokens]
-                text = "".join(pieces)
-                ids.extend(event.tokens)
-                sent += len(text)
-                finished = event.finish_reason is not None
-                if finished:
-                    text += self._tokenizer.decode(ids, skip_special_tokens=True)[sent:]
-                yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans), event.logprobs)
-        finally:
-            if not finished:
-                self._launcher.client.cancel(request)
+        params = params or SamplingParams()
+        return self._chunks(self._submit(self.encode(prompt), params, mode, lookahead, trace), params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a chat goes through the model's chat template."""
@@ -143,22 +130,36 @@ class LLM:
         return list(prompt)  # type: ignore[arg-type]
 
     def _submit(
-        self, ids: list[int], params: SamplingParams | None, mode: Mode | None, lookahead: int | None, trace: bool
+        self, ids: list[int], params: SamplingParams, mode: Mode | None, lookahead: int | None, trace: bool
     ) -> int:
-        return self._launcher.client.submit(
-            ids, params or SamplingParams(), mode=mode, lookahead=lookahead, trace=trace
-        )
+        return self._launcher.client.submit(ids, params, mode=mode, lookahead=lookahead, trace=trace)
 
-    def _collect(self, prompt: list[int], request: int) -> Result:
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        for event in self._launcher.client.stream(request):
-            tokens.extend(event.tokens)
-            logprobs.extend(event.logprobs)
-        if event.finish_reason is None or event.stats is None:
+    def _chunks(self, request: int, params: SamplingParams) -> Iterator[Chunk]:
+        stream = TextStream(self._tokenizer.backend_tokenizer, params)
+        finished = False
+        try:
+            for event in self._launcher.client.stream(request):
+                finished = event.finish_reason is not None
+                visible = event.tokens
+                if event.finish_reason == "stop" and not params.include_stop_str_in_output:
+                    visible = [token for token in event.tokens if token not in params.stop_token_ids]  # only the last
+                text = "".join(map(stream.push, visible))
+                if finished:
+                    text += stream.finish()
+                yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans), event.logprobs)
+        finally:
+            if not finished:
+                self._launcher.client.cancel(request)
+
+    def _collect(self, prompt: list[int], chunks: Iterator[Chunk]) -> Result:
+        parts = list(chunks)
+        last = parts[-1]
+        if last.finish_reason is None or last.stats is None:
             raise ConfigError("the service ended a stream without a reason: client and service are different releases")
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Result(text, tokens, prompt, event.finish_reason, event.stats, tuple(event.spans), logprobs)
+        text = "".join(part.text for part in parts)
+        tokens = [token for part in parts for token in part.token_ids]
+        logprobs = [entry for part in parts for entry in part.logprobs]
+        return Result(text, tokens, prompt, last.finish_reason, last.stats, last.spans, logprobs)
 
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:

@@ -14,10 +14,11 @@ import threading
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
-from saguaro.engines.manifest import Manifest
+from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi
 from saguaro.orchestrator.config import ModelConfig
@@ -62,6 +63,7 @@ def run_target(plan: LaunchPlan, runtime: Path) -> None:
         manifest.eos_token_ids,
         service_socket(runtime),
         links,
+        Tokenizer.from_file(str(Path(plan.target_engine) / TOKENIZER)),
     ).run()
 
 

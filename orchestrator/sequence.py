@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from saguaro.errors import ConfigError
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.kv_blocks import BlockTable
 from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling, TokenLogprobs
 
@@ -31,6 +32,7 @@ class Sequence:
     lookahead: int
     target_table: BlockTable
     draft_table: BlockTable
+    text: TextStream | None = None  # if stop strings may end it
     target_length: int = 0
     draft_length: int = 0
     outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
@@ -59,7 +61,9 @@ class Sequence:
         for token in tokens:
             self.tokens.append(token)
             committed.append(token)
-            if token in self.request.stop_ids:
+            if self.text:
+                self.text.push(token)
+            if token in self.request.stop_ids or (self.text and self.text.stopped):
                 self.finish_reason = "stop"
             elif self.emitted == self.request.params.max_tokens or self.length >= max_model_len:
                 self.finish_reason = "length"

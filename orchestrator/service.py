@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from tokenizers import Tokenizer
 
 from saguaro.errors import ConfigError, ProtocolError, SaguaroError
+from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.config import DeploymentConfig
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.metrics import request_stats
@@ -36,7 +39,7 @@ from saguaro.orchestrator.service_protocol import (
     encode,
 )
 from saguaro.orchestrator.target import EngineTarget
-from saguaro.orchestrator.types import Mode, RequestSampling, TokenLogprobs
+from saguaro.orchestrator.types import Mode, RequestSampling, SamplingParams, TokenLogprobs
 from saguaro.orchestrator.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class Service:
         stop_ids: tuple[int, ...],
         socket: Path,
         links: Callable[[], DraftLink | None],
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         engine = target.engine
         self._config = config
@@ -76,6 +80,7 @@ class Service:
         self._target_pool = BlockPool(engine.num_blocks, engine.block_size)
         self._draft_pool = draft_pool
         self._links = links
+        self._tokenizer = tokenizer
         self._scheduler = Scheduler(
             self._target_pool, max_sequences=config.serving.max_sequences, max_model_len=engine.max_model_len
         )
@@ -178,7 +183,7 @@ class Service:
             raise ConfigError("the prompt has no tokens")
         if not all(0 <= token < self._vocab_size for token in submit.prompt):
             raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
-        params = submit.params
+        params = self._in_tokens(submit.params)
         check_vocabulary(params, self._vocab_size)
         sequence = Sequence(
             id=self._next_id,
@@ -193,10 +198,20 @@ class Service:
             lookahead=lookahead,
             target_table=BlockTable(self._target_pool),
             draft_table=BlockTable(self._draft_pool),
+            text=TextStream(self._tokenizer, params) if self._tokenizer and params.stop else None,
         )
         self._scheduler.add(sequence)
         self._next_id += 1
         self._requests[sequence.id] = _Request(client, submit.request, sequence, submit.trace, time.perf_counter_ns())
+
+    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with text turned into tokens where they have to be tokens."""
+        words = any(isinstance(word, str) for word in params.bad_words)
+        if self._tokenizer is None:
+            if words or params.stop:
+                raise ConfigError("stop and bad_words as text need a tokenizer, which this service has none of")
+            return params
+        return encode_bad_words(self._tokenizer, params) if words else params
 
     def _status(self) -> Status:
         link = self._verifier.link

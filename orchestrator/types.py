@@ -14,6 +14,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024  # characters
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,11 @@ class SamplingParams:
     """How one request turns logits into tokens. Every field is honoured exactly in every mode, or refused.
 
     temperature 0 is argmax. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. Penalties and `min_tokens` count
-    per token, also inside a speculation. Token ids only: text belongs to the tokenizer's side.
+    per token, also inside a speculation.
+
+    `stop` strings end the request where the text first contains one, which is cut off the text unless
+    `include_stop_str_in_output`; the tokens up to the one that completed it are kept. `bad_words` are token sequences,
+    or text, of which the leader bans the spellings alone and after a space.
 
     `logprobs` n asks for the log probability of each emitted token and of the n best at its position (0: only the token
     itself): the log softmax of the model's own logits, before any bias, penalty, temperature or filter.
@@ -37,7 +43,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -61,7 +69,11 @@ class SamplingParams:
         check("presence_penalty", finite(self.presence_penalty, -2, 2), "between -2 and 2")
         check("frequency_penalty", finite(self.frequency_penalty, -2, 2), "between -2 and 2")
         check("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "a map of token id to a number")
-        check("bad_words", all(self.bad_words), "a list of non-empty token sequences")
+        words = [word.strip() if isinstance(word, str) else word for word in self.bad_words]
+        check("bad_words", not isinstance(self.bad_words, str) and all(words), "a list of non-empty words or sequences")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop  # a text would pass for a list of letters
+        right = self.stop is stops and len(stops) <= MAX_STOPS and all(0 < len(s) <= MAX_STOP_LENGTH for s in stops)
+        check("stop", right, f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
         check("max_tokens", self.max_tokens >= 1, "at least 1")
         check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})")
         check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
 from saguaro.engines.base import Engine
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.fan_out_policy import uniform
@@ -78,6 +81,7 @@ class Pair:
     width: int = 16
     cache_aware: float = 1.0
     stop_ids: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None  # for stop strings
     channel: PumpChannel = field(default_factory=PumpChannel)
 
     def __post_init__(self) -> None:
@@ -106,6 +110,7 @@ class Pair:
             lookahead=lookahead or self.lookahead,
             target_table=BlockTable(self.target_pool),
             draft_table=BlockTable(self.draft_pool),
+            text=TextStream(self.tokenizer, params) if self.tokenizer and params.stop else None,
         )
 
     def finish(self, sequences: Rows[Sequence]) -> list[list[int]]:

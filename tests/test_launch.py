@@ -20,7 +20,7 @@ from saguaro.llm import LLM, build_engines
 from saguaro.orchestrator import launch
 from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.launch import Launcher
-from saguaro.orchestrator.types import SamplingParams
+from saguaro.orchestrator.types import Mode, SamplingParams
 
 LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True)
 
@@ -88,6 +88,22 @@ def test_a_stream_is_what_generate_returns(llm: LLM) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
     assert chunks[-1].finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_a_stop_string_ends_stream_and_result_alike(llm: LLM, mode: Mode) -> None:
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=60)
+    whole = llm.generate("Grüße, 世界! 🌵", params)[0].text
+    stop = next(whole[at : at + 3] for at in range(20, len(whole)) if "\ufffd" not in whole[at : at + 3])
+    before = whole[: whole.index(stop)]
+    shorter = replace(params, stop=(stop,), logprobs=1)
+    result = llm.generate("Grüße, 世界! 🌵", shorter, mode=mode)[0]
+    chunks = list(llm.stream("Grüße, 世界! 🌵", shorter, mode=mode))
+    assert result.text == "".join(chunk.text for chunk in chunks) == before
+    assert result.finish_reason == chunks[-1].finish_reason == "stop"
+    assert len(result.logprobs) == len(result.token_ids) == sum(len(chunk.logprobs) for chunk in chunks)
+    kept = llm.generate("Grüße, 世界! 🌵", replace(shorter, include_stop_str_in_output=True), mode=mode)[0]
+    assert kept.text == before + stop
 
 
 def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
