@@ -24,6 +24,7 @@ from saguaro.orchestrator.channels import mpi
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, service_socket
 from saguaro.orchestrator.protocol import Hello
@@ -64,6 +65,7 @@ def run_target(plan: LaunchPlan, runtime: Path) -> None:
         service_socket(runtime),
         links,
         Tokenizer.from_file(str(Path(plan.target_engine) / TOKENIZER)),
+        _grammars(Path(plan.target_engine)),
     ).run()
 
 
@@ -82,13 +84,23 @@ def run_draft(plan: LaunchPlan, runtime: Path) -> None:
         block_size=engine.block_size,
     )
     drafter = ModelDrafter(
-        engine, speculation.rule, speculation.policy, width=speculation.width, cache_aware=speculation.cache_aware
+        engine,
+        speculation.rule,
+        speculation.policy,
+        width=speculation.width,
+        cache_aware=speculation.cache_aware,
+        grammars=_grammars(Path(plan.draft_engine)),
     )
     channel = mpi.connect(runtime, config.serving.start_timeout_s)
     try:
         Speculator(drafter, channel, speculation.policy, hello).run()
     finally:
         channel.close()
+
+
+def _grammars(engine: Path) -> Grammars:
+    manifest = Manifest.load(engine)
+    return Grammars(engine / TOKENIZER, manifest.vocab_size, manifest.eos_token_ids)
 
 
 def _load(directory: str, model: ModelConfig, cores: tuple[int, ...]) -> Engine:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.detokenizer import TextStream
+from saguaro.orchestrator.grammar import GrammarState
 from saguaro.orchestrator.kv_blocks import BlockTable
 from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling, TokenLogprobs
 
@@ -33,6 +34,7 @@ class Sequence:
     target_table: BlockTable
     draft_table: BlockTable
     text: TextStream | None = None  # if stop strings may end it
+    grammar: GrammarState | None = None
     target_length: int = 0
     draft_length: int = 0
     outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
@@ -63,7 +65,9 @@ class Sequence:
             committed.append(token)
             if self.text:
                 self.text.push(token)
-            if token in self.request.stop_ids or (self.text and self.text.stopped):
+            if self.grammar:
+                self.grammar.advance([token])
+            if token in self.request.stop_ids or (self.text and self.text.stopped) or self._grammar_complete:
                 self.finish_reason = "stop"
             elif self.emitted == self.request.params.max_tokens or self.length >= max_model_len:
                 self.finish_reason = "length"
@@ -71,6 +75,10 @@ class Sequence:
                 break
         del self.logprobs[self.emitted :]
         return committed
+
+    @property
+    def _grammar_complete(self) -> bool:
+        return self.grammar is not None and self.grammar.complete
 
     def release(self) -> None:
         """Give every block back."""

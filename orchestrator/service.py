@@ -20,6 +20,7 @@ from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.grammar import Grammars, has_grammar
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.metrics import request_stats
 from saguaro.orchestrator.protocol import Span
@@ -72,6 +73,7 @@ class Service:
         socket: Path,
         links: Callable[[], DraftLink | None],
         tokenizer: Tokenizer | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         engine = target.engine
         self._config = config
@@ -81,6 +83,7 @@ class Service:
         self._draft_pool = draft_pool
         self._links = links
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._scheduler = Scheduler(
             self._target_pool, max_sequences=config.serving.max_sequences, max_model_len=engine.max_model_len
         )
@@ -199,6 +202,7 @@ class Service:
             target_table=BlockTable(self._target_pool),
             draft_table=BlockTable(self._draft_pool),
             text=TextStream(self._tokenizer, params) if self._tokenizer and params.stop else None,
+            grammar=self._grammars.start(params) if self._grammars else None,
         )
         self._scheduler.add(sequence)
         self._next_id += 1
@@ -208,8 +212,8 @@ class Service:
         """The parameters with text turned into tokens where they have to be tokens."""
         words = any(isinstance(word, str) for word in params.bad_words)
         if self._tokenizer is None:
-            if words or params.stop:
-                raise ConfigError("stop and bad_words as text need a tokenizer, which this service has none of")
+            if words or params.stop or has_grammar(params):
+                raise ConfigError("stop, bad_words as text and grammars need a tokenizer: this service has none")
             return params
         return encode_bad_words(self._tokenizer, params) if words else params
 

@@ -46,8 +46,13 @@ class EngineTarget:
         ]
 
     def _decide(self, logits: Tensor, sequence: Sequence, speculation: Speculation) -> Outcome | ConfigError:
+        tokens = speculation.tokens
         try:
-            outcome = sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation)
+            allowed = None
+            if sequence.grammar:
+                tails = [tokens[:k] for k in range(len(tokens) + 1)]
+                allowed = sequence.grammar.masks(tails, logits.shape[1]).to(logits.device)
+            outcome = sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation, allowed)
         except ConfigError as error:
             return error
         if (count := sequence.request.params.logprobs) is not None:

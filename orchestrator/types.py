@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from saguaro.errors import ConfigError
 
@@ -15,6 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_GRAMMAR = 2**16  # characters
 MAX_STOP_LENGTH = 1024  # characters
 
 
@@ -31,6 +32,9 @@ class SamplingParams:
 
     `logprobs` n asks for the log probability of each emitted token and of the n best at its position (0: only the token
     itself): the log softmax of the model's own logits, before any bias, penalty, temperature or filter.
+
+    One of `json_schema` (a schema, or its JSON text), `regex` (of the whole answer) and `grammar` (Lark) allows only
+    answers that fit it. The request ends where nothing can follow any more, whatever `min_tokens` and `ignore_eos` say.
 
     Raises ConfigError naming the field, its limit and what was given.
     """
@@ -52,6 +56,9 @@ class SamplingParams:
     max_tokens: int = 256
     seed: int | None = None
     logprobs: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, limit: str) -> None:
@@ -78,6 +85,11 @@ class SamplingParams:
         check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})")
         check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
         check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} were given together: an answer can follow only one of them")
+        if any(len(str(getattr(self, name))) > MAX_GRAMMAR for name in given):
+            raise ConfigError(f"{given[0]} must be at most {MAX_GRAMMAR} characters long")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -104,6 +105,21 @@ def test_a_stop_string_ends_stream_and_result_alike(llm: LLM, mode: Mode) -> Non
     assert len(result.logprobs) == len(result.token_ids) == sum(len(chunk.logprobs) for chunk in chunks)
     kept = llm.generate("Grüße, 世界! 🌵", replace(shorter, include_stop_str_in_output=True), mode=mode)[0]
     assert kept.text == before + stop
+
+
+def test_i18_structured_output_fits_in_every_mode_and_a_bad_schema_is_refused_alone(llm: LLM) -> None:
+    """I-18, through real processes: a fixed seed gives the same answer in all modes, and it validates."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=200, json_schema={**schema, "additionalProperties": False}
+    )
+    for prompt in ("one", "two"):
+        plain = llm.generate(prompt, params, mode="ar")[0]
+        assert isinstance(json.loads(plain.text)["a"], int)
+        for mode in ("sd", "ssd"):
+            assert llm.generate(prompt, params, mode=mode)[0].token_ids == plain.token_ids  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="json_schema cannot be used"):
+            llm.generate(prompt, SamplingParams(json_schema={"type": "strong"}))
 
 
 def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:

@@ -350,6 +350,9 @@ def test_every_parameter_is_read_by_the_chain_or_belongs_to_the_scheduler():
         "logprobs",
         "stop",
         "include_stop_str_in_output",
+        "json_schema",
+        "regex",
+        "grammar",
     }  # ends and seeds are RequestSampling's and the scheduler's
     for name in SamplingParams.__dataclass_fields__:
         assert name in ends or f"params.{name}" in source, name

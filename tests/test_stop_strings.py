@@ -5,31 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
+from tokenizers import pre_tokenizers
 
+from byte_tokenizer import byte_level
 from harness import Pair
 from saguaro.engines.scripted import ScriptedEngine
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.types import Mode, SamplingParams
-
-
-def byte_level() -> Tokenizer:
-    """Bytes, a few merges, one special token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=275,
-        special_tokens=[AddedToken("<end>", special=True)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["one stop two STOP three", "the saguaro grows"] * 3, trainer)
-    return tokenizer
-
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()
