@@ -96,15 +96,19 @@ class LLM:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
+        echo: bool = False,
     ) -> list[Result]:
-        """One result per prompt, in order. A prompt is text, token ids, or a chat (messages with role and content)."""
+        """`params.n` results per prompt, in order. A prompt is text, token ids, or a chat (role and content).
+
+        With `echo` text and tokens of a result begin with the prompt's; log probabilities are of the answer's tokens.
+        """
         params = params or SamplingParams()
         many = [prompts] if _is_one(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
-        requests = [self._submit(ids, params, mode, lookahead, trace) for ids in encoded]
-        return [
-            self._collect(ids, self._chunks(request, params)) for ids, request in zip(encoded, requests, strict=True)
+        requests = [
+            (ids, self._submit(ids, sample, mode, lookahead, trace)) for ids in encoded for sample in params.samples()
         ]
+        return [self._collect(ids, self._chunks(ids if echo else [], request, params)) for ids, request in requests]
 
     def stream(
         self,
@@ -114,10 +118,17 @@ class LLM:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
+        echo: bool = False,
     ) -> Iterator[Chunk]:
-        """A chunk per round. Text never ends inside a character: what is incomplete waits for the next chunk."""
+        """A chunk per round. Text never ends inside a character or a stop string: what is incomplete waits.
+
+        With `echo` the prompt is the first chunk. Raises ConfigError for `params.n` above 1.
+        """
         params = params or SamplingParams()
-        return self._chunks(self._submit(self.encode(prompt), params, mode, lookahead, trace), params)
+        if params.n != 1:
+            raise ConfigError(f"a stream has one answer, and n is {params.n}: stream each of params.samples()")
+        ids = self.encode(prompt)
+        yield from self._chunks(ids if echo else [], self._submit(ids, params, mode, lookahead, trace), params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a chat goes through the model's chat template."""
@@ -134,10 +145,12 @@ class LLM:
     ) -> int:
         return self._launcher.client.submit(ids, params, mode=mode, lookahead=lookahead, trace=trace)
 
-    def _chunks(self, request: int, params: SamplingParams) -> Iterator[Chunk]:
+    def _chunks(self, echoed: list[int], request: int, params: SamplingParams) -> Iterator[Chunk]:
         stream = TextStream(self._tokenizer.backend_tokenizer, params)
         finished = False
         try:
+            if echoed:
+                yield Chunk(self._tokenizer.decode(echoed, skip_special_tokens=True), echoed)
             for event in self._launcher.client.stream(request):
                 finished = event.finish_reason is not None
                 visible = event.tokens

@@ -186,6 +186,8 @@ class Service:
             raise ConfigError("the prompt has no tokens")
         if not all(0 <= token < self._vocab_size for token in submit.prompt):
             raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
+        if submit.params.n != 1:
+            raise ConfigError("a request has one answer: submit each of SamplingParams.samples() instead of n > 1")
         params = self._in_tokens(submit.params)
         check_vocabulary(params, self._vocab_size)
         sequence = Sequence(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from saguaro.errors import ConfigError
@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
+MAX_N = 128
 MAX_STOPS = 64
 MAX_GRAMMAR = 2**16  # characters
 MAX_STOP_LENGTH = 1024  # characters
@@ -36,6 +37,7 @@ class SamplingParams:
     One of `json_schema` (a schema, or its JSON text), `regex` (of the whole answer) and `grammar` (Lark) allows only
     answers that fit it. The request ends where nothing can follow any more, whatever `min_tokens` and `ignore_eos` say.
 
+    `n` asks for several answers; each is a request of its own, see `samples`.
     Raises ConfigError naming the field, its limit and what was given.
     """
 
@@ -55,6 +57,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int = 256
     seed: int | None = None
+    n: int = 1
     logprobs: int | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -85,11 +88,17 @@ class SamplingParams:
         check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})")
         check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
         check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        check("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} were given together: an answer can follow only one of them")
         if any(len(str(getattr(self, name))) > MAX_GRAMMAR for name in given):
             raise ConfigError(f"{given[0]} must be at most {MAX_GRAMMAR} characters long")
+
+    def samples(self) -> list[SamplingParams]:
+        """The parameters of each of the n answers. With a seed, answer i has seed + i, whatever n is."""
+        seeds = [None if self.seed is None else (self.seed + index) % (MAX_SEED + 1) for index in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,23 @@ def test_i18_structured_output_fits_in_every_mode_and_a_bad_schema_is_refused_al
             llm.generate(prompt, SamplingParams(json_schema={"type": "strong"}))
 
 
+def test_several_answers_are_those_of_seeds_in_a_row_and_echo_begins_with_the_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=2**64 - 2, max_tokens=8, logprobs=0)
+    results = llm.generate(["one", "two"], replace(params, n=3), echo=True)
+    assert [result.prompt_token_ids for result in results] == [llm.encode(p) for p in ("one", "two") for _ in range(3)]
+    seeds = (2**64 - 2, 2**64 - 1, 0)
+    alone = [llm.generate("one", replace(params, seed=seed))[0] for seed in seeds]
+    assert [result.text for result in results[:3]] == ["one" + result.text for result in alone]
+    assert [r.token_ids for r in results[:3]] == [r.prompt_token_ids + r.token_ids for r in alone]
+    assert [len(result.logprobs) for result in results[:3]] == [result.stats.tokens for result in alone]
+    assert len({tuple(result.token_ids) for result in results[:3]}) == 3
+    chunks = list(llm.stream("one", params, echo=True))
+    assert chunks[0].text == "one"
+    assert "".join(chunk.text for chunk in chunks) == results[0].text
+    with pytest.raises(ConfigError, match="a stream has one answer, and n is 2"):
+        next(llm.stream("one", replace(params, n=2)))
+
+
 def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream("def fib(n):", LONG)
     next(stream)

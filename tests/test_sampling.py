@@ -350,6 +350,7 @@ def test_every_parameter_is_read_by_the_chain_or_belongs_to_the_scheduler():
         "logprobs",
         "stop",
         "include_stop_str_in_output",
+        "n",
         "json_schema",
         "regex",
         "grammar",

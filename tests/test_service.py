@@ -80,6 +80,8 @@ def test_more_requests_than_may_run_wait_their_turn(connect: Callable[[], Client
         ([0], GREEDY, {"mode": "ssd"}, ConfigError, "mode 'ssd' is more than this deployment's 'ar'"),
         ([0], GREEDY, {"lookahead": 5}, ConfigError, "lookahead must be between 1 and this deployment's 4, got 5"),
         ([0], SamplingParams(logit_bias={7: 1.0}), {}, ConfigError, "logit_bias names token id 7"),
+        ([0], SamplingParams(n=2), {}, ConfigError, "a request has one answer"),
+        ([0], SamplingParams(regex="a"), {}, ConfigError, "need a tokenizer"),
         ([0], SamplingParams(stop=("x",)), {}, ConfigError, "need a tokenizer"),
     ],
 )
