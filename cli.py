@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -96,16 +96,20 @@ def _generate(arguments: argparse.Namespace) -> None:
             _compare(llm, prompt, params, arguments.json)
             return
         if arguments.json:
-            result = llm.generate(prompt, params, trace=arguments.trace is not None)[0]
-            stats, spans = result.stats, result.spans
-            print(json.dumps(_as_json(result)))
+            results = llm.generate(
+                prompt, replace(params, n=arguments.n), trace=arguments.trace is not None, echo=arguments.echo
+            )
+            spans = tuple(span for result in results for span in result.spans)
+            answers = [_as_json(result) for result in results]
+            print(json.dumps(answers[0] if arguments.n == 1 else answers))
         else:
-            for chunk in llm.stream(prompt, params, trace=arguments.trace is not None):
+            many = replace(params, n=arguments.n)
+            for chunk in llm.stream(prompt, many, trace=arguments.trace is not None, echo=arguments.echo):
                 print(chunk.text, end="", flush=True)
             if chunk.stats is None:
                 raise SaguaroError("the stream ended without its figures")
-            stats, spans = chunk.stats, chunk.spans
-            print(f"\n\n{_line(stats)}", file=sys.stderr)
+            spans = chunk.spans
+            print(f"\n\n{_line(chunk.stats)}", file=sys.stderr)
     if arguments.trace is not None:
         Path(arguments.trace).write_text(json.dumps(chrome_trace(spans)))
 
@@ -159,18 +163,24 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
         min_p=arguments.min_p,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
+        logprobs=arguments.logprobs,
+        json_schema=arguments.json_schema,
+        regex=arguments.regex,
+        grammar=arguments.grammar,
+        stop=tuple(arguments.stop),
+        bad_words=tuple(arguments.bad_word),
     )
 
 
 def _as_json(result: Result) -> dict[str, object]:
-    prompt, completion = len(result.prompt_token_ids), len(result.token_ids)
+    prompt, completion = len(result.prompt_token_ids), result.stats.tokens
     return {
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         "stats": asdict(result.stats),
-    }
+    } | ({"logprobs": [asdict(entry) for entry in result.logprobs]} if result.logprobs else {})
 
 
 def _line(stats: RequestStats) -> str:
@@ -249,6 +259,14 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (default)")
     decoding.add_argument("--seed", type=int, metavar="N", help="same seed, same text, in every mode")
     decoding.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    decoding.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
+    )
+    decoding.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say it (repeatable)")
+    decoding.add_argument("--json-schema", metavar="JSON", help="answer with JSON that fits this schema")
+    decoding.add_argument("--regex", metavar="RE", help="the whole answer matches it")
+    decoding.add_argument("--grammar", metavar="LARK", help="the whole answer follows this Lark grammar")
+    decoding.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and the N best (0-20)")
 
     generate = command(
         "generate",
@@ -261,6 +279,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
     generate.add_argument("--trace", metavar="FILE", help="write a Chrome trace: the overlap of both roles can be seen")
+    generate.add_argument("--echo", action="store_true", help="begin with the prompt")
+    generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; with --json a list of as many")
     generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
 
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)

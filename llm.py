@@ -12,22 +12,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.service_protocol import Status, Tokens
-from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams
+from saguaro.orchestrator.service_protocol import Status
+from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -42,6 +42,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     spans: tuple[Span, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Result:
     finish_reason: FinishReason
     stats: RequestStats
     spans: tuple[Span, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
 
 
 class _LoopThread:
@@ -133,13 +135,22 @@ class LLM:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
+        echo: bool = False,
     ) -> list[Result]:
-        """One result per prompt, in order. A prompt is text, token ids, or a chat (messages with role and content)."""
+        """`params.n` results per prompt, in order. A prompt is text, token ids, or a chat (role and content).
+
+        With `echo` text and tokens of a result begin with the prompt's; log probabilities are of the answer's tokens.
+        """
         many = [prompts] if _is_one(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
+        options = {"mode": mode, "lookahead": lookahead, "trace": trace}
 
         async def all_results() -> list[Result]:
-            tasks = [asyncio.create_task(self._result(ids, params, mode, lookahead, trace)) for ids in encoded]
+            tasks = [
+                asyncio.create_task(_collect(ids, self._chunks(ids, sample, echo, options)))
+                for ids in encoded
+                for sample in (params or SamplingParams()).samples()
+            ]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -156,27 +167,26 @@ class LLM:
         mode: Mode | None = None,
         lookahead: int | None = None,
         trace: bool = False,
+        echo: bool = False,
     ) -> Iterator[Chunk]:
-        """A chunk per round. Text never ends inside a character: what is incomplete waits for the next chunk."""
-        events = self._events(self.encode(prompt), params, mode, lookahead, trace)
-        decoder = DecodeStream(skip_special_tokens=True)
-        ids: list[int] = []
-        sent = 0
+        """A chunk per round. Text never ends inside a character or a stop string: what is incomplete waits.
 
-        async def following() -> Tokens | None:
-            return await anext(events, None)
+        With `echo` the prompt is the first chunk. Raises ConfigError for `params.n` above 1.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ConfigError(f"a stream has one answer, and n is {params.n}: stream each of params.samples()")
+        options = {"mode": mode, "lookahead": lookahead, "trace": trace}
+        chunks = self._chunks(self.encode(prompt), params, echo, options)
+
+        async def following() -> Chunk | None:
+            return await anext(chunks, None)
 
         try:
-            while event := self._loop.run(following()):
-                pieces = [decoder.step(self._tokenizer.backend_tokenizer, token) or "" for token in event.tokens]
-                text = "".join(pieces)
-                ids.extend(event.tokens)
-                sent += len(text)
-                if event.finish_reason:
-                    text += self._tokenizer.decode(ids, skip_special_tokens=True)[sent:]
-                yield Chunk(text, event.tokens, event.finish_reason, event.stats, tuple(event.spans))
+            while chunk := self._loop.run(following()):
+                yield chunk
         finally:
-            self._loop.run(events.aclose())
+            self._loop.run(chunks.aclose())
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a chat goes through the model's chat template."""
@@ -188,23 +198,32 @@ class LLM:
             return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
         return list(prompt)  # type: ignore[arg-type]
 
-    def _events(
-        self, ids: list[int], params: SamplingParams | None, mode: Mode | None, lookahead: int | None, trace: bool
-    ) -> AsyncGenerator[Tokens, None]:
-        return self._launcher.client.stream(
-            ids, params or SamplingParams(), mode=mode, lookahead=lookahead, trace=trace
-        )
+    async def _chunks(
+        self, ids: list[int], params: SamplingParams, echo: bool, options: dict[str, Any]
+    ) -> AsyncGenerator[Chunk, None]:
+        text = TextStream(self._tokenizer.backend_tokenizer, params)
+        if echo:
+            yield Chunk(self._tokenizer.decode(ids, skip_special_tokens=True), ids)
+        async with aclosing(self._launcher.client.stream(ids, params, **options)) as events:
+            async for event in events:
+                visible = event.tokens
+                if event.finish_reason == "stop" and not params.include_stop_str_in_output:
+                    visible = [token for token in event.tokens if token not in params.stop_token_ids]  # only the last
+                piece = "".join(map(text.push, visible))
+                if event.finish_reason:
+                    piece += text.finish()
+                yield Chunk(piece, event.tokens, event.finish_reason, event.stats, tuple(event.spans), event.logprobs)
 
-    async def _result(
-        self, ids: list[int], params: SamplingParams | None, mode: Mode | None, lookahead: int | None, trace: bool
-    ) -> Result:
-        tokens: list[int] = []
-        async for event in self._events(ids, params, mode, lookahead, trace):
-            tokens.extend(event.tokens)
-        if event.finish_reason is None or event.stats is None:
-            raise ConfigError("the service ended a stream without a reason: client and service are different releases")
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Result(text, tokens, ids, event.finish_reason, event.stats, tuple(event.spans))
+
+async def _collect(prompt: list[int], chunks: AsyncGenerator[Chunk, None]) -> Result:
+    parts = [chunk async for chunk in chunks]
+    last = parts[-1]
+    if last.finish_reason is None or last.stats is None:
+        raise ConfigError("the service ended a stream without a reason: client and service are different releases")
+    text = "".join(part.text for part in parts)
+    tokens = [token for part in parts for token in part.token_ids]
+    logprobs = [entry for part in parts for entry in part.logprobs]
+    return Result(text, tokens, prompt, last.finish_reason, last.stats, last.spans, logprobs)
 
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:

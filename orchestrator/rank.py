@@ -15,16 +15,18 @@ import threading
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
-from saguaro.engines.manifest import Manifest
+from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
 from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, rendezvous, service_socket, sign_of_life
 from saguaro.orchestrator.protocol import Hello
@@ -63,6 +65,8 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
         manifest.eos_token_ids,
         service_socket(runtime),
         links,
+        Tokenizer.from_file(str(Path(plan.groups["target"].engine) / TOKENIZER)),
+        _grammars(Path(plan.groups["target"].engine)),
     ).run()
 
 
@@ -78,7 +82,12 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
         block_size=engine.block_size,
     )
     drafter = ModelDrafter(
-        engine, speculation.rule, speculation.policy, width=speculation.width, cache_aware=speculation.cache_aware
+        engine,
+        speculation.rule,
+        speculation.policy,
+        width=speculation.width,
+        cache_aware=speculation.cache_aware,
+        grammars=_grammars(Path(plan.groups["draft"].engine)),
     )
     channel = mpi.connect(runtime, config.serving.start_timeout_s)
     try:
@@ -106,6 +115,11 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         group.stop()
     else:
         follow(engine, group)
+
+
+def _grammars(engine: Path) -> Grammars:
+    manifest = Manifest.load(engine)
+    return Grammars(engine / TOKENIZER, manifest.vocab_size, manifest.eos_token_ids)
 
 
 def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:

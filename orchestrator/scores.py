@@ -9,7 +9,7 @@ has the same bits in any batch. Work over the vocabulary is a few vector passes;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Refuse token ids the target does not have; for admission. Raises ConfigError naming field, id and limit."""
     fields: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
-        "bad_words": (token for word in params.bad_words for token in word),
+        "bad_words": (token for word in _bad_words(params) for token in word),
         "stop_token_ids": params.stop_token_ids,
     }
     for name, ids in fields.items():
@@ -69,7 +69,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 def needs_history(params: SamplingParams) -> bool:
     """Whether earlier tokens matter. Where they do not, only the lengths of context and tails are read."""
-    return _penalised(params) or any(len(word) > 1 for word in params.bad_words)
+    return _penalised(params) or any(len(word) > 1 for word in _bad_words(params))
 
 
 def target_scores(
@@ -130,11 +130,18 @@ def adjusted(
 def _banned(request: RequestSampling, context: Sequence[int], tail: Sequence[int]) -> list[int]:
     """Tokens that may not follow: the end of a bad word begun in prompt or output, and stops before `min_tokens`."""
     params = request.params
-    banned = [word[-1] for word in params.bad_words if _ends_with(context, tail, word[:-1])]
+    banned = [word[-1] for word in _bad_words(params) if _ends_with(context, tail, word[:-1])]
     if len(context) + len(tail) - request.prompt_length < params.min_tokens:
         banned.extend(request.stop_ids)
         banned.extend(params.stop_token_ids)
     return banned
+
+
+def _bad_words(params: SamplingParams) -> Iterator[tuple[int, ...]]:
+    for word in params.bad_words:
+        if isinstance(word, str):
+            raise ValueError(f"the bad word {word!r} has not been encoded")
+        yield word
 
 
 def _ends_with(context: Sequence[int], tail: Sequence[int], suffix: tuple[int, ...]) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from saguaro.errors import ConfigError
+from saguaro.orchestrator.detokenizer import TextStream
+from saguaro.orchestrator.grammar import GrammarState
 from saguaro.orchestrator.kv_blocks import BlockTable
-from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling
+from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Sequence:
     target_table: BlockTable
     draft_table: BlockTable
     priority: int = 0  # lower goes first
+    delivered: int = 0  # tokens an earlier service had emitted
+    text: TextStream | None = None  # if stop strings may end it
+    grammar: GrammarState | None = None
     target_length: int = 0
     draft_length: int = 0
     chunk_end: int | None = None  # where this round's part of a prompt ends; None: the round computes all there is
@@ -41,6 +46,7 @@ class Sequence:
     error: ConfigError | None = None  # why it cannot go on, with finish_reason "error"
     rounds: list[RoundRecord] = field(default_factory=list)
     near_ties: list[int] = field(default_factory=list)  # positions whose greedy choice another batch might not share
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of every emitted token, if asked for
 
     @property
     def length(self) -> int:
@@ -77,13 +83,32 @@ class Sequence:
         for token in tokens:
             self.tokens.append(token)
             committed.append(token)
-            if token in self.request.stop_ids:
+            if self.text:
+                self.text.push(token)
+            if self.grammar:
+                self.grammar.advance([token])
+            if token in self.request.stop_ids or (self.text and self.text.stopped) or self._grammar_complete:
                 self.finish_reason = "stop"
             elif self.emitted == self.request.params.max_tokens or self.length >= max_model_len:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
+        del self.logprobs[self.emitted - self.delivered :]
         return committed
+
+    def resume(self, tokens: list[int]) -> None:
+        """Go on after tokens that an earlier service had emitted for this request."""
+        self.tokens.extend(tokens)
+        self.delivered = len(tokens)
+        if self.text:
+            for token in tokens:
+                self.text.push(token)
+        if self.grammar:
+            self.grammar.advance(tokens)
+
+    @property
+    def _grammar_complete(self) -> bool:
+        return self.grammar is not None and self.grammar.complete
 
     def release(self) -> None:
         """Give every block back. Tokens, the budget they leave and the random stream stay: it can be run again."""

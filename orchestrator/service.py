@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from tokenizers import Tokenizer
 
 from saguaro.errors import ConfigError, ProtocolError, SaguaroError
+from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.config import DeploymentConfig
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.grammar import Grammars, has_grammar
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.metrics import request_stats
 from saguaro.orchestrator.protocol import Span
@@ -37,7 +41,7 @@ from saguaro.orchestrator.service_protocol import (
     encode,
 )
 from saguaro.orchestrator.target import EngineTarget
-from saguaro.orchestrator.types import Mode, RequestSampling
+from saguaro.orchestrator.types import Mode, RequestSampling, SamplingParams, TokenLogprobs
 from saguaro.orchestrator.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -70,6 +74,8 @@ class Service:
         stop_ids: tuple[int, ...],
         socket: Path,
         links: Callable[[], DraftLink | None],
+        tokenizer: Tokenizer | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         engine = target.engine
         self._config = config
@@ -79,6 +85,8 @@ class Service:
         self._draft_pool = draft_pool
         self._links = links
         serving = config.serving
+        self._tokenizer = tokenizer
+        self._grammars = grammars
         self._scheduler = Scheduler(
             self._target_pool,
             max_sequences=serving.max_sequences,
@@ -134,14 +142,15 @@ class Service:
             elif sequence.finish_reason:
                 self._finish(request, tokens, now)
             elif tokens:
-                self._send(request.client, Tokens(request.number, tokens))
+                self._send(request.client, Tokens(request.number, tokens, logprobs=_latest(sequence, tokens)))
 
     def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
         sequence = request.sequence
         stats = request_stats(sequence, request.spans, request.submitted, request.first or now, now)
         spans = request.spans if request.trace else []
         self._drop(request)
-        self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans))
+        logprobs = _latest(sequence, tokens)
+        self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs))
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -207,7 +216,9 @@ class Service:
             raise ConfigError(f"timeout_s must be above 0, or left out for no limit, got {timeout}")
         if not all(0 <= token < self._vocab_size for token in submit.prompt + submit.delivered):
             raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
-        params = submit.params
+        if submit.params.n != 1:
+            raise ConfigError("a request has one answer: submit each of SamplingParams.samples() instead of n > 1")
+        params = self._in_tokens(submit.params)
         if len(submit.delivered) >= params.max_tokens:
             raise ConfigError(f"{len(submit.delivered)} tokens are delivered and max_tokens is {params.max_tokens}")
         check_vocabulary(params, self._vocab_size)
@@ -219,18 +230,30 @@ class Service:
                 prompt_length=len(submit.prompt),
                 stop_ids=(() if params.ignore_eos else self._stop_ids) + params.stop_token_ids,
             ),
-            tokens=submit.prompt + submit.delivered,
+            tokens=list(submit.prompt),
             mode=mode,
             lookahead=lookahead,
             target_table=BlockTable(self._target_pool),
             draft_table=BlockTable(self._draft_pool),
             priority=submit.priority,
+            text=TextStream(self._tokenizer, params) if self._tokenizer and params.stop else None,
+            grammar=self._grammars.start(params) if self._grammars else None,
         )
+        sequence.resume(submit.delivered)
         self._scheduler.add(sequence)
         self._next_id += 1
         self._requests[sequence.id] = _Request(
             client, submit.request, sequence, submit.trace, time.perf_counter_ns(), time.monotonic() + timeout
         )
+
+    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with text turned into tokens where they have to be tokens."""
+        words = any(isinstance(word, str) for word in params.bad_words)
+        if self._tokenizer is None:
+            if words or params.stop or has_grammar(params):
+                raise ConfigError("stop, bad_words as text and grammars need a tokenizer: this service has none")
+            return params
+        return encode_bad_words(self._tokenizer, params) if words else params
 
     def _status(self) -> Status:
         link = self._verifier.link
@@ -262,3 +285,8 @@ class Service:
             _log.info("a client is gone; its requests are cancelled")
             for request in [request for request in self._requests.values() if request.client == client]:
                 self._drop(request)
+
+
+def _latest(sequence: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
+    """Log probabilities of the tokens just emitted; none when they were not asked for."""
+    return sequence.logprobs[len(sequence.logprobs) - len(tokens) :] if sequence.logprobs else []

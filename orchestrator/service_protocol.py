@@ -7,7 +7,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams
+from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
 
 MAX_MESSAGE = 16 * 2**20
 
@@ -50,6 +50,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     spans: list[Span] = []
+    logprobs: list[TokenLogprobs] = []  # one per token, if the request asked for them
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

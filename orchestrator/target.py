@@ -9,6 +9,7 @@ from torch import Tensor
 from saguaro.engines.base import Engine, causal_batch
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
+from saguaro.orchestrator.logprobs import token_logprobs
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import Outcome, Rule, Speculation
 
@@ -48,10 +49,18 @@ class EngineTarget:
         ]
 
     def _decide(self, logits: Tensor, sequence: Sequence, speculation: Speculation) -> Outcome | ConfigError:
+        tokens = speculation.tokens
         try:
-            outcome = sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation)
+            allowed = None
+            if sequence.grammar:
+                tails = [tokens[:k] for k in range(len(tokens) + 1)]
+                allowed = sequence.grammar.masks(tails, logits.shape[1]).to(logits.device)
+            outcome = sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation, allowed)
         except ConfigError as error:
             return error
+        if (count := sequence.request.params.logprobs) is not None:
+            emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
+            sequence.logprobs.extend(token_logprobs(logits, emitted, count))
         if sequence.request.params.temperature == 0:
             # Rows up to the bonus token decided something; in low precision some of it may have been a near thing.
             best, second = logits[: outcome.accepted + 1].topk(2).values.unbind(-1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from saguaro.errors import ConfigError
 
@@ -13,6 +13,11 @@ Rule = Literal["coupled", "ratio"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOPS = 64
+MAX_GRAMMAR = 2**16  # characters
+MAX_STOP_LENGTH = 1024  # characters
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,19 @@ class SamplingParams:
     """How one request turns logits into tokens. Every field is honoured exactly in every mode, or refused.
 
     temperature 0 is argmax. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. Penalties and `min_tokens` count
-    per token, also inside a speculation. Token ids only: text belongs to the tokenizer's side.
+    per token, also inside a speculation.
+
+    `stop` strings end the request where the text first contains one, which is cut off the text unless
+    `include_stop_str_in_output`; the tokens up to the one that completed it are kept. `bad_words` are token sequences,
+    or text, of which the leader bans the spellings alone and after a space.
+
+    `logprobs` n asks for the log probability of each emitted token and of the n best at its position (0: only the token
+    itself): the log softmax of the model's own logits, before any bias, penalty, temperature or filter.
+
+    One of `json_schema` (a schema, or its JSON text), `regex` (of the whole answer) and `grammar` (Lark) allows only
+    answers that fit it. The request ends where nothing can follow any more, whatever `min_tokens` and `ignore_eos` say.
+
+    `n` asks for several answers; each is a request of its own, see `samples`.
     Raises ConfigError naming the field, its limit and what was given.
     """
 
@@ -32,12 +49,19 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     max_tokens: int = 256
     seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, limit: str) -> None:
@@ -55,10 +79,35 @@ class SamplingParams:
         check("presence_penalty", finite(self.presence_penalty, -2, 2), "between -2 and 2")
         check("frequency_penalty", finite(self.frequency_penalty, -2, 2), "between -2 and 2")
         check("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "a map of token id to a number")
-        check("bad_words", all(self.bad_words), "a list of non-empty token sequences")
+        words = [word.strip() if isinstance(word, str) else word for word in self.bad_words]
+        check("bad_words", not isinstance(self.bad_words, str) and all(words), "a list of non-empty words or sequences")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop  # a text would pass for a list of letters
+        right = self.stop is stops and len(stops) <= MAX_STOPS and all(0 < len(s) <= MAX_STOP_LENGTH for s in stops)
+        check("stop", right, f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
         check("max_tokens", self.max_tokens >= 1, "at least 1")
         check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})")
         check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
+        check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        check("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} were given together: an answer can follow only one of them")
+        if any(len(str(getattr(self, name))) > MAX_GRAMMAR for name in given):
+            raise ConfigError(f"{given[0]} must be at most {MAX_GRAMMAR} characters long")
+
+    def samples(self) -> list[SamplingParams]:
+        """The parameters of each of the n answers. With a seed, answer i has seed + i, whatever n is."""
+        seeds = [None if self.seed is None else (self.seed + index) % (MAX_SEED + 1) for index in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The natural log probability of an emitted token, and the best (token, log probability) at its position."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

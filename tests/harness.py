@@ -7,10 +7,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
 from saguaro.engines.base import Engine
+from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.fan_out_policy import uniform
+from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.protocol import Hello, Round, decode
 from saguaro.orchestrator.sequence import Sequence
@@ -79,12 +83,22 @@ class Pair:
     cache_aware: float = 1.0
     stop_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 10_000
+    tokenizer: Tokenizer | None = None  # for stop strings
+    grammars: Grammars | None = None  # of the target
+    draft_grammars: Grammars | None = None
     channel: PumpChannel = field(default_factory=PumpChannel)
 
     def __post_init__(self) -> None:
         self.target_pool = BlockPool(self.target.num_blocks, self.target.block_size)
         self.draft_pool = BlockPool(self.draft.num_blocks, self.draft.block_size)
-        drafter = ModelDrafter(self.draft, self.rule, self.policy, width=self.width, cache_aware=self.cache_aware)
+        drafter = ModelDrafter(
+            self.draft,
+            self.rule,
+            self.policy,
+            width=self.width,
+            cache_aware=self.cache_aware,
+            grammars=self.draft_grammars,
+        )
         hello = Hello("", self.draft.vocab_size, self.draft.max_model_len, self.draft.num_blocks, self.draft.block_size)
         self.speculator = Speculator(drafter, _SpeculatorEnd(self.channel), self.policy, hello)
         self.channel.speculator = self.speculator
@@ -110,6 +124,8 @@ class Pair:
             lookahead=lookahead or self.lookahead,
             target_table=BlockTable(self.target_pool),
             draft_table=BlockTable(self.draft_pool),
+            text=TextStream(self.tokenizer, params) if self.tokenizer and params.stop else None,
+            grammar=self.grammars.start(params) if self.grammars else None,
         )
 
     def finish(self, sequences: Rows[Sequence]) -> list[list[int]]:

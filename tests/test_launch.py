@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.plan import GroupPlan
 from saguaro.orchestrator.service_protocol import Status
-from saguaro.orchestrator.types import SamplingParams
+from saguaro.orchestrator.types import Mode, SamplingParams
 
 LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True)
 
@@ -92,6 +93,54 @@ def test_a_stream_is_what_generate_returns(llm: LLM) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
     assert chunks[-1].finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_a_stop_string_ends_stream_and_result_alike(llm: LLM, mode: Mode) -> None:
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=60)
+    whole = llm.generate("Grüße, 世界! 🌵", params)[0].text
+    stop = next(whole[at : at + 3] for at in range(20, len(whole)) if "\ufffd" not in whole[at : at + 3])
+    before = whole[: whole.index(stop)]
+    shorter = replace(params, stop=(stop,), logprobs=1)
+    result = llm.generate("Grüße, 世界! 🌵", shorter, mode=mode)[0]
+    chunks = list(llm.stream("Grüße, 世界! 🌵", shorter, mode=mode))
+    assert result.text == "".join(chunk.text for chunk in chunks) == before
+    assert result.finish_reason == chunks[-1].finish_reason == "stop"
+    assert len(result.logprobs) == len(result.token_ids) == sum(len(chunk.logprobs) for chunk in chunks)
+    kept = llm.generate("Grüße, 世界! 🌵", replace(shorter, include_stop_str_in_output=True), mode=mode)[0]
+    assert kept.text == before + stop
+
+
+def test_i18_structured_output_fits_in_every_mode_and_a_bad_schema_is_refused_alone(llm: LLM) -> None:
+    """I-18, through real processes: a fixed seed gives the same answer in all modes, and it validates."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=200, json_schema={**schema, "additionalProperties": False}
+    )
+    for prompt in ("one", "two"):
+        plain = llm.generate(prompt, params, mode="ar")[0]
+        assert isinstance(json.loads(plain.text)["a"], int)
+        for mode in ("sd", "ssd"):
+            assert llm.generate(prompt, params, mode=mode)[0].token_ids == plain.token_ids  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="json_schema cannot be used"):
+            llm.generate(prompt, SamplingParams(json_schema={"type": "strong"}))
+
+
+def test_several_answers_are_those_of_seeds_in_a_row_and_echo_begins_with_the_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=2**64 - 2, max_tokens=8, logprobs=0)
+    results = llm.generate(["one", "two"], replace(params, n=3), echo=True)
+    assert [result.prompt_token_ids for result in results] == [llm.encode(p) for p in ("one", "two") for _ in range(3)]
+    seeds = (2**64 - 2, 2**64 - 1, 0)
+    alone = [llm.generate("one", replace(params, seed=seed))[0] for seed in seeds]
+    assert [result.text for result in results[:3]] == ["one" + result.text for result in alone]
+    assert [r.token_ids for r in results[:3]] == [r.prompt_token_ids + r.token_ids for r in alone]
+    assert [len(result.logprobs) for result in results[:3]] == [result.stats.tokens for result in alone]
+    assert len({tuple(result.token_ids) for result in results[:3]}) == 3
+    chunks = list(llm.stream("one", params, echo=True))
+    assert chunks[0].text == "one"
+    assert "".join(chunk.text for chunk in chunks) == results[0].text
+    with pytest.raises(ConfigError, match="a stream has one answer, and n is 2"):
+        next(llm.stream("one", replace(params, n=2)))
 
 
 def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:

@@ -343,7 +343,18 @@ def test_a_huge_bias_is_not_an_infinity():
 def test_every_parameter_is_read_by_the_chain_or_belongs_to_the_scheduler():
     """I-09, I-11: a parameter that nothing reads would be dropped silently."""
     source = (Path(sampling.__file__).parent / "scores.py").read_text()
-    ends = {"ignore_eos", "max_tokens", "seed"}  # ends and seeds are RequestSampling's and the scheduler's
+    ends = {
+        "ignore_eos",
+        "max_tokens",
+        "seed",
+        "logprobs",
+        "stop",
+        "include_stop_str_in_output",
+        "n",
+        "json_schema",
+        "regex",
+        "grammar",
+    }  # ends and seeds are RequestSampling's and the scheduler's
     for name in SamplingParams.__dataclass_fields__:
         assert name in ends or f"params.{name}" in source, name
 

@@ -119,6 +119,9 @@ async def test_more_requests_than_may_run_wait_their_turn(socket: Path) -> None:
         ([0], GREEDY, {"timeout_s": float("nan")}, "timeout_s must be above 0"),
         ([0], GREEDY, {"lookahead": 5}, "lookahead must be between 1 and this deployment's 4, got 5"),
         ([0], SamplingParams(logit_bias={7: 1.0}), {}, "logit_bias names token id 7"),
+        ([0], SamplingParams(n=2), {}, "a request has one answer"),
+        ([0], SamplingParams(regex="a"), {}, "need a tokenizer"),
+        ([0], SamplingParams(stop=("x",)), {}, "need a tokenizer"),
     ],
 )
 @in_loop

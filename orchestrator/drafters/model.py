@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,15 @@ import numpy as np
 import torch
 
 from saguaro.engines.base import Engine, causal_batch, fan_out_batch, slots_of
+from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.drafters.base import Trunk
+from saguaro.orchestrator.grammar import Grammars, has_grammar
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Rule, SparseProbs, Speculation
 from saguaro.plugins.fan_out import FanOut
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,12 +65,14 @@ class ModelDrafter:
         *,
         width: int = 64,
         cache_aware: float = 1.0,
+        grammars: Grammars | None = None,
     ) -> None:
         self._engine = engine
         self._rule: Rule = rule
         self._policy = policy  # (budget, lookahead) -> fan-out; cache-aware sampling favours what it will guess
         self._width = width  # candidates per row at temperature > 0: under `ratio` the support of q
         self._cache_aware = cache_aware  # C of σ_{F,C}
+        self._grammars = grammars  # None: drafts know no grammar, which costs acceptance
         self._token_in_slot = np.zeros(engine.num_blocks * engine.block_size, dtype=np.int64)
 
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
@@ -150,7 +157,21 @@ class ModelDrafter:
         """
         width = needed if trunk.row.request.params.temperature == 0 else max(needed, self._width)
         context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
-        if sampling.needs_history(trunk.row.request.params):
+        follows = self._grammars is not None and has_grammar(trunk.row.request.params)
+        if follows or sampling.needs_history(trunk.row.request.params):
             slots = slots_of(trunk.row.table, context, self._engine.block_size)
             context = self._token_in_slot[slots].tolist()
-        return sampling.propose(logits, trunk.row.request, self._rule, context, tails, width)
+        allowed = self._allowed(trunk.row, context, tails, logits) if follows else None
+        return sampling.propose(logits, trunk.row.request, self._rule, context, tails, width, allowed)
+
+    def _allowed(
+        self, row: DraftRow, context: Sequence[int], tails: Sequence[tuple[int, ...]], logits: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[R, V] bool: what the request's grammar lets follow. Without it drafts are only accepted less often."""
+        try:
+            answer = context[row.request.prompt_length :]
+            state = self._grammars.follow(row.sequence, row.request.params, answer) if self._grammars else None
+            return state.masks(tails, logits.shape[1]).to(logits.device) if state else None
+        except ConfigError as error:  # the target will say so to the client
+            _log.warning("drafting without the grammar of sequence %d: %s", row.sequence, error)
+            return None

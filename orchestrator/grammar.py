@@ -1,0 +1,136 @@
+"""Structured output: a JSON schema, a regular expression or a Lark grammar as a mask over the next token.
+
+A mask depends on the tokens of the answer alone, so target and draft come to the same one, whatever was speculated. The
+matching is llguidance's; here it is compiled, remembered and walked along speculations.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from saguaro.errors import ConfigError
+from saguaro.orchestrator.types import SamplingParams
+
+_KEPT = 256  # compiled grammars, and answers being followed
+_Key = TypeVar("_Key")
+_State = TypeVar("_State")
+
+
+class GrammarState:
+    """How far an answer has come in its grammar."""
+
+    def __init__(self, grammar: str, matcher: LLMatcher) -> None:
+        self.grammar = grammar
+        self._matcher = matcher
+        self.tokens: list[int] = []  # of the answer, as far as it has been followed
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follow committed tokens. Those after the grammar's end change nothing."""
+        self.tokens.extend(tokens)
+        self._matcher.try_consume_tokens(list(tokens))
+
+    def masks(self, tails: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+        """[R, V] bool: what may follow the answer and each tail.
+
+        A tail that the grammar refuses, or that runs past its end, has no next token, so its row allows everything.
+        Raises ConfigError when the grammar has become too ambiguous to be followed.
+        """
+        allowed = np.ones((len(tails), vocab_size), dtype=bool)
+        for row, tail in zip(allowed, tails, strict=True):
+            followed = self._matcher.try_consume_tokens(list(tail))
+            if followed == len(tail) and not self._matcher.is_stopped():
+                bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+                row[:] = np.unpackbits(bits, count=vocab_size, bitorder="little")
+            if followed:
+                self._matcher.rollback(followed)
+        if self._matcher.is_error():
+            raise ConfigError(
+                f"the grammar cannot be followed any further ({_one_line(self._matcher.get_error())}); make it less "
+                "ambiguous or its repetitions shorter"
+            )
+        return torch.from_numpy(allowed)
+
+
+class Grammars:
+    """Compiles the grammars of requests for one tokenizer; a grammar in use again costs nothing."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer` is a tokenizer.json; `vocab_size` is the width of the masks that will be asked for at most."""
+        self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._followed: OrderedDict[int, GrammarState] = OrderedDict()
+
+    def start(self, params: SamplingParams) -> GrammarState | None:
+        """The beginning of an answer; None without a grammar. Raises ConfigError naming the field that is wrong."""
+        source = _source(params)
+        if source is None:
+            return None
+        field, grammar = source
+        matcher = self._compiled.pop(grammar, None) or self._compile(field, grammar)
+        _remember(self._compiled, grammar, matcher)
+        return GrammarState(grammar, matcher.deep_copy())
+
+    def follow(self, sequence: int, params: SamplingParams, answer: Sequence[int]) -> GrammarState | None:
+        """The state after `answer`, for whoever is told an answer anew each time; None without a grammar.
+
+        The state of the last call for this sequence is gone on from if it belongs to the beginning of this answer.
+        """
+        source = _source(params)
+        state = self._followed.pop(sequence, None)
+        if source is None:
+            return None
+        if state is None or state.grammar != source[1] or state.tokens != list(answer[: len(state.tokens)]):
+            state = self.start(params)
+        if state is not None:
+            state.advance(answer[len(state.tokens) :])
+            _remember(self._followed, sequence, state)
+        return state
+
+    def _compile(self, field: str, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ConfigError(f"{field} cannot be used: {_one_line(matcher.get_error())}")
+        return matcher
+
+
+def has_grammar(params: SamplingParams) -> bool:
+    return any(given is not None for given in (params.json_schema, params.regex, params.grammar))
+
+
+def _source(params: SamplingParams) -> tuple[str, str] | None:
+    """The field that holds a request's grammar, and the grammar in the form that the library compiles."""
+    if params.json_schema is not None:
+        schema = params.json_schema
+        try:
+            return "json_schema", LLMatcher.grammar_from_json_schema(schema)
+        except ValueError as error:
+            raise ConfigError(f"json_schema cannot be used: {_one_line(str(error))}") from error
+    if params.regex is not None:
+        return "regex", LLMatcher.grammar_from_regex(params.regex)
+    if params.grammar is not None:
+        return "grammar", LLMatcher.grammar_from_lark(params.grammar)
+    return None
+
+
+def _remember(states: OrderedDict[_Key, _State], key: _Key, state: _State) -> None:
+    """Keep the most recently used ones."""
+    states[key] = state
+    if len(states) > _KEPT:
+        states.popitem(last=False)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
