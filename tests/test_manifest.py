@@ -135,6 +135,7 @@ def test_an_added_token_counts_like_any_other(tmp_path: Path) -> None:
 
 
 def test_the_first_five_differences_are_listed(tmp_path: Path) -> None:
+    """I-14: mismatched tokenizers were accepted silently."""
     shared = {chr(97 + i): i for i in range(10)}
     engine(tmp_path / "target", shared)
     engine(tmp_path / "draft", {token.upper() if i % 2 else token: i for token, i in shared.items()} | {"new": 10})
