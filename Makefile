@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, with three examples.
 
-.PHONY: setup demo test test-real check format size
+.PHONY: setup demo test test-real test-soak check format size
 
 setup: $(READY)
 
@@ -23,10 +23,13 @@ demo: $(READY)
 	$(BIN)/saguaro generate --compare --max-tokens 96 "$(PROMPT)"
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not real and not gpu"
+	$(BIN)/python -m pytest -m "not real and not soak and not gpu"
 
 test-real: $(READY)
 	$(BIN)/python -m pytest -m real -s
+
+test-soak: $(READY)
+	$(BIN)/python -m pytest -m soak
 
 # mypy cannot see through an editable install of a root package: give it a folder where `saguaro` is this one.
 check: $(READY)

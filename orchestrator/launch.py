@@ -27,6 +27,7 @@ from types import TracebackType
 
 from saguaro.engines.manifest import Manifest, compare_token_maps
 from saguaro.errors import LaunchError, LinkError, SaguaroError
+from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
 from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
@@ -67,6 +68,7 @@ class _Group:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         rank = ["-m", "saguaro.orchestrator.rank", role, str(runtime)]
         self._ending = [*(word.encode() for word in rank), b""]  # of the command lines of its processes
+        self._started = time.time() - 1.0  # what is older is not of this group; clocks of file systems are coarse
         command = [_mpiexec(), "-n", str(plan.ranks), sys.executable, *rank]
         pipes = self._open_pipes(runtime)
         self.process = subprocess.Popen(
@@ -102,11 +104,8 @@ class _Group:
                 if number is not None:
                     with suppress(ProcessLookupError):
                         os.killpg(self.process.pid, number)
-        # Ranks end with their mpiexec, but one that is killed while MPI starts cannot pass that on.
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(FileNotFoundError, ProcessLookupError):
-                if (process / "cmdline").read_bytes().split(b"\0")[-len(self._ending) :] == self._ending:
-                    os.kill(int(process.name), signal.SIGKILL)
+        remains.kill_ranks(self._ending)
+        remains.remove_shared_memory(self._started)
         self.reader.join(3.0)
         self._watcher.join(3.0)
         for pipe in (self.process.stdin, self.process.stdout):

@@ -116,11 +116,13 @@ class Verifier:
             return {}, ()
         with self._timeline.span("wait"):
             answers, spans = self.link.answer()
-        return {row.sequence: row for row in answers if self._usable(row)}, spans
+        return {row.sequence: row for row in answers if self._usable(row, asked.get(row.sequence))}, spans
 
-    def _usable(self, answer: AnswerRow) -> bool:
-        """A draft that cannot be is no reason to fail a request: it is not used."""
+    def _usable(self, answer: AnswerRow, asked: DraftRow | None) -> bool:
+        """An answer to what was not asked, or one that cannot be, is no reason to fail a request: it is not used."""
         try:
+            if asked is None or asked.prefill or len(answer.speculation.tokens) > asked.lookahead:
+                raise ProtocolError(f"sequence {answer.sequence} was not asked about, or not for that many tokens")
             sampling.check_speculation(answer.speculation, self._target.engine.vocab_size)
         except ProtocolError as error:
             _log.warning("a speculation is not used: %s", error)
