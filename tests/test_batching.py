@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness import Pair
-from saguaro.engines.base import Engine
+from saguaro.engines.base import Engine, ForwardBatch, ForwardOutput
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.engines.scripted import ScriptedEngine
 from saguaro.errors import CapacityError
@@ -384,3 +385,65 @@ def test_a_thousand_requests_leave_the_pools_as_they_were() -> None:
             loop.leave(next(s for s in loop.live if s.finish_reason))
     loop.run()
     assert {s.finish_reason for s in loop.all} == {"length", "cancelled"}
+
+
+def test_a_prompt_of_4000_tokens_delays_eight_streams_by_one_chunk_at_most() -> None:
+    """Every stream emits in every round, and no round computes more than its budget, on the target or the draft."""
+    options = {"vocab_size": 512, "max_model_len": 4200, "block_size": 16}
+    models = (tiny_model("qwen2", max_position_embeddings=4200) for _ in range(2))
+    target, draft = (PytorchEngine(model, num_blocks=700, **options) for model in models)
+    both = Pair(target, draft, lookahead=2, budget=3, max_batch_tokens=256)
+    loop = Loop(both, max_sequences=9)
+    for seed in range(8):
+        loop.submit([seed, 9], SamplingParams(temperature=1.0, seed=seed, max_tokens=100))
+    loop.round()
+    largest = [0, 0]
+    for which, engine in enumerate((target, draft)):
+        forward = engine.forward
+
+        def counted(batch: ForwardBatch, which: int = which, forward: Any = forward) -> ForwardOutput:
+            largest[which] = max(largest[which], len(batch.token_ids))
+            return forward(batch)  # type: ignore[no-any-return]
+
+        engine.forward = counted  # type: ignore[method-assign]
+    draw = random.Random(4)
+    long = loop.submit([draw.randrange(512) for _ in range(4000)], SamplingParams(temperature=0, max_tokens=3))
+    rounds = 0
+    while not long.emitted:
+        tokens = loop.round()
+        assert all(tokens[sequence.id] for sequence in loop.all[:8] if not sequence.finish_reason)
+        rounds += 1
+    speculations = 8 * (2 + 1)
+    assert rounds <= 4000 // (256 - speculations) + 2
+    assert max(largest) <= 256 + speculations
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.5])
+def test_a_seed_fixes_the_text_in_every_company_mode_and_lookahead_and_after_a_restart(temperature: float) -> None:
+    p = SamplingParams(temperature=temperature, seed=77, max_tokens=30)
+    expected = Pair(scripted(), scripted(draft=True)).run([0, 1], p, "ar")
+    for lookahead in range(1, 9):
+        for mode in ("sd", "ssd"):
+            pair = Pair(scripted(), scripted(draft=True, blocks=2000), lookahead=lookahead)
+            assert pair.run([0, 1], p, mode) == expected  # type: ignore[arg-type]
+    crowd = Loop(Pair(scripted(), scripted(draft=True)), max_sequences=8)
+    others = [crowd.submit([seed % 5], replace(p, seed=seed)) for seed in range(7)]
+    among = crowd.submit([0, 1], p)
+    crowd.run()
+    assert emitted(among) == expected
+    assert len({tuple(emitted(other)) for other in others}) > 1
+    narrow = Loop(Pair(scripted(blocks=12), scripted(draft=True)))
+    preempted = [narrow.submit([seed % 5], replace(p, seed=seed)) for seed in range(2)]
+    last = narrow.submit([0, 1], p)
+    narrow.run()
+    assert narrow.scheduler.preemptions > 0
+    assert emitted(last) == expected
+    assert [emitted(s) for s in preempted] == [alone(s) for s in preempted]
+    for delivered in (1, 13, 29):  # what a client has when the service is started again
+        again = Loop(Pair(scripted(), scripted(draft=True)))
+        resumed = again.pair.sequence([0, 1], p)
+        resumed.resume(expected[:delivered])
+        again.scheduler.add(resumed)
+        again.live.append(resumed)
+        again.run()
+        assert emitted(resumed) == expected
