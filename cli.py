@@ -17,9 +17,9 @@ from saguaro import __version__
 from saguaro.errors import SaguaroError
 
 if TYPE_CHECKING:
-    from saguaro.llm import LLM, Result
+    from saguaro.llm import LLM, Prompt, Result
     from saguaro.orchestrator.metrics import RequestStats
-    from saguaro.orchestrator.types import SamplingParams
+    from saguaro.orchestrator.types import Mode, SamplingParams
 
 _log = logging.getLogger("saguaro")
 
@@ -121,9 +121,10 @@ def _chat(arguments: argparse.Namespace) -> None:
         chat(llm, _sampling(arguments))
 
 
-def _compare(llm: LLM, prompt: object, params: SamplingParams, as_json: bool) -> None:
+def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
     """The same prompt in ar, sd and ssd on one running deployment."""
-    results = {mode: llm.generate(prompt, params, mode=mode)[0] for mode in ("ar", "sd", "ssd")}  # type: ignore
+    modes: tuple[Mode, ...] = ("ar", "sd", "ssd")
+    results = {mode: llm.generate(prompt, params, mode=mode)[0] for mode in modes}
     agree = len({tuple(result.token_ids) for result in results.values()}) == 1
     if as_json:
         print(json.dumps({"agree": agree, "runs": [_as_json(result) for result in results.values()]}))

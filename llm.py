@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -168,7 +168,7 @@ class LLM:
         lookahead: int | None = None,
         trace: bool = False,
         echo: bool = False,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """A chunk per round. Text never ends inside a character or a stop string: what is incomplete waits.
 
         With `echo` the prompt is the first chunk. Raises ConfigError for `params.n` above 1.

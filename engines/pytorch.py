@@ -29,6 +29,9 @@ from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_att
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+# Logits of one context in forwards of different shape: from rounding in the activations' dtype. In int8 an activation
+# that is rounded the other way moves by a whole step.
+_INT8_TOLERANCE = 0.1
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
@@ -76,10 +79,12 @@ class PytorchEngine:
         self._pool = KvPool(
             model.config, block_size=block_size, num_blocks=num_blocks, dtype=self._dtype, device=self._device
         )
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._block_size = block_size
-        self._num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        int8 = any(isinstance(module, Int8Linear) for module in model.modules())
+        self.logit_tolerance = _INT8_TOLERANCE if int8 else _TOLERANCES[self._dtype]
 
     @classmethod
     def load(
@@ -123,28 +128,6 @@ class PytorchEngine:
             group=group,
         )
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def logit_tolerance(self) -> float:
-        """From rounding in the activations' dtype; in int8 a rounded-over activation moves by a whole step."""
-        int8 = any(isinstance(module, Int8Linear) for module in self._model.modules())
-        return 0.1 if int8 else _TOLERANCES[self._dtype]
-
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""
         plan = self._plan(batch)
@@ -154,20 +137,20 @@ class PytorchEngine:
             hidden = self._hidden(batch, plan)  # [L, hidden]
         # Outside inference mode: the logits are an ordinary tensor, which the caller may change in place.
         with torch.no_grad():
-            logits = self._model.get_output_embeddings()(hidden)[:, : self._vocab_size]
+            logits = self._model.get_output_embeddings()(hidden)[:, : self.vocab_size]
             return ForwardOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
     def _plan(self, batch: ForwardBatch) -> AttentionPlan:
         last = int(batch.positions.max())
-        if last >= self._max_model_len:
+        if last >= self.max_model_len:
             raise EngineError(
-                f"a row of the batch is at position {last}, but the engine's contexts end at {self._max_model_len} "
+                f"a row of the batch is at position {last}, but the engine's contexts end at {self.max_model_len} "
                 "tokens. Shorten the sequence, or build the engine with a larger max_model_len."
             )
         return plan_attention(
             batch.rows,
             batch.block_tables,
-            self._block_size,
+            self.block_size,
             batch.positions if batch.fan_out is None else batch.fan_out,
             self._device,
         )

@@ -28,32 +28,13 @@ class ScriptedEngine:
 
     def __init__(self, table: Table, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
         self._table = table
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._block_size = block_size
-        self._num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.logit_tolerance = 0.0
         self._tokens = torch.full((num_blocks * block_size,), _UNWRITTEN)
         self._positions = torch.full((num_blocks * block_size,), _UNWRITTEN)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def logit_tolerance(self) -> float:
-        return 0.0
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError for a row that does not see positions 0..n-1, once each."""
@@ -62,13 +43,13 @@ class ScriptedEngine:
         self._positions[batch.slots] = batch.positions
         contexts = self._contexts(batch)
         rows = [self._log_probs(contexts[row]) for row in batch.logit_rows.tolist()]
-        return ForwardOutput(torch.tensor(rows, dtype=torch.float64).view(len(rows), self._vocab_size))
+        return ForwardOutput(torch.tensor(rows, dtype=torch.float64).view(len(rows), self.vocab_size))
 
     def _check(self, batch: ForwardBatch) -> None:
         for name, values, limit in (
-            ("token id", batch.token_ids, self._vocab_size),
-            ("position", batch.positions, self._max_model_len),
-            ("slot", batch.slots, self._num_blocks * self._block_size),
+            ("token id", batch.token_ids, self.vocab_size),
+            ("position", batch.positions, self.max_model_len),
+            ("slot", batch.slots, self.num_blocks * self.block_size),
         ):
             wrong = values[(values < 0) | (values >= limit)].tolist()
             if wrong:
@@ -81,8 +62,8 @@ class ScriptedEngine:
         contexts = []
         row = 0
         for count, table in zip(batch.rows, batch.block_tables, strict=True):
-            columns = torch.arange(len(table) * self._block_size)
-            slots = torch.tensor(slots_of(table, columns.tolist(), self._block_size), dtype=torch.int64)
+            columns = torch.arange(len(table) * self.block_size)
+            slots = torch.tensor(slots_of(table, columns.tolist(), self.block_size), dtype=torch.int64)
             for _ in range(count):
                 contexts.append(self._context(batch, row, columns, slots))
                 row += 1
@@ -104,9 +85,9 @@ class ScriptedEngine:
 
     def _log_probs(self, context: tuple[int, ...]) -> list[float]:
         probs = self._table(context)
-        if len(probs) != self._vocab_size or min(probs) < 0 or not math.isclose(sum(probs), 1):
+        if len(probs) != self.vocab_size or min(probs) < 0 or not math.isclose(sum(probs), 1):
             raise EngineError(
-                f"the table gives {list(probs)} after {list(context)}, which are not {self._vocab_size} probabilities "
+                f"the table gives {list(probs)} after {list(context)}, which are not {self.vocab_size} probabilities "
                 "that sum to 1."
             )
         return [math.log(p) if p > 0 else -math.inf for p in probs]

@@ -43,7 +43,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
             print(chunk.text, end="", flush=True)
             shown += chunk.text
     except KeyboardInterrupt:
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     except ConfigError as error:
         print(f"saguaro: {error}")
     print()
