@@ -48,8 +48,6 @@ class Verifier:
         asked = self._ask(batch)
         answers, draft_spans = self._answers(asked)
         speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
-        for sequence, speculation in zip(batch, speculations, strict=True):
-            sequence.target_table.grow(sequence.length + len(speculation.tokens))
         with self._timeline.span("verify"):
             outcomes = self._target.verify(batch, speculations)
         tokens = [
@@ -93,6 +91,7 @@ class Verifier:
         if not sequence.draft_table.can_grow(columns):
             return None
         if not sequence.prefilling:
+            # The target's room for it is taken now; no answer longer than that is used.
             lookahead = sequence.target_table.stretch(sequence.length + lookahead) - sequence.length
         stop = min(sequence.chunk_end or sequence.length, sequence.draft_length + max(left, 1 + sequence.lookahead))
         if lookahead < 1 or stop <= sequence.draft_length:

@@ -51,6 +51,9 @@ class PumpChannel:
     def close(self) -> None:
         pass
 
+    def forget_requests(self) -> None:
+        self._requests.clear()
+
     def answer(self, data: bytes) -> None:
         self._answers.append(data)
 

@@ -184,6 +184,7 @@ class Batching(RuleBasedStateMachine):
         fresh = Pair(scripted(), scripted(draft=True, blocks=self.draft_blocks))
         fresh.speculator._channel = pair.speculator._channel
         pair.speculator = pair.channel.speculator = fresh.speculator
+        pair.channel.forget_requests()  # what was on its way to the old one never reaches the new one
         pair.verifier.attach(pair.link, self.loop.live)
         pair.draft_pool.forget()
 
