@@ -76,6 +76,15 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
+        """End what an interrupt may have left under way, then the loop."""
+
+        async def end_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(end_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -185,8 +194,9 @@ class LLM:
         try:
             while chunk := self._loop.run(following()):
                 yield chunk
-        finally:
+        except GeneratorExit:  # the reader leaves early; an interrupted wait has ended the chunks by itself
             self._loop.run(chunks.aclose())
+            raise
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a chat goes through the model's chat template."""

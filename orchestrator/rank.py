@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -133,11 +134,22 @@ def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:
 def _leave_with_launcher(plan: LaunchPlan, runtime: Path) -> None:
     """Wait for the end of standard input, then leave; if the launcher is gone, take its runtime directory along."""
     sys.stdin.buffer.read()
-    try:
-        os.kill(plan.launcher, 0)
-    except ProcessLookupError:
+    # A process that dies closes its files first: give it a moment to be gone before taking it for alive.
+    deadline = time.monotonic() + 2
+    while (alive := _is_alive(plan.launcher)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not alive:
         shutil.rmtree(runtime, ignore_errors=True)
     mpi.leave(1)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits for its parent to take note of its end does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 def main() -> None:

@@ -179,7 +179,8 @@ def test_a_killed_rank_is_named_and_every_stream_goes_on_in_a_new_group(
                     os.kill(victim, signal.SIGKILL)
                 seen.extend(chunk.token_ids)
             assert [seen, *(result.token_ids for result in others.result())] == undisturbed
-    assert re.search(f"the target group ended with status .* after its rank {rank} died.* started again", caplog.text)
+    died = rf"after its rank (\d or )*{rank}( or \d)* died"  # the others follow it within a moment
+    assert re.search(f"the target group ended with status .* {died}.* started again", caplog.text)
 
 
 async def enter(launcher: Launcher) -> None:
