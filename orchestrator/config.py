@@ -95,7 +95,13 @@ class ServingConfig:
     max_batch_tokens: int = 256  # of a round: running sequences first, then chunks of prompts, at least one block's
     max_queue: int = 1024  # requests that may wait beside those that run; one more is refused at once
     start_timeout_s: int = 300
-    max_restarts: int = 3  # of each process group, with growing pauses
+    max_restarts: int = 3  # of each part, with growing pauses
+    host: str = "127.0.0.1"  # address the ports below are bound to
+    http_port: int = 8000  # Triton's HTTP; of every port, 0 takes a free one
+    grpc_port: int = 8001  # Triton's gRPC
+    triton_metrics_port: int = 8002
+    monitor_port: int = 8003  # health and metrics of the deployment
+    openai_port: int = 8080
 
     def __post_init__(self) -> None:
         _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "at least 1")
@@ -103,6 +109,8 @@ class ServingConfig:
         _check(self.max_queue >= 0, "max_queue", self.max_queue, "at least 0")
         _check(self.start_timeout_s >= 1, "start_timeout_s", self.start_timeout_s, "at least 1")
         _check(self.max_restarts >= 0, "max_restarts", self.max_restarts, "0 or more")
+        for name in ("http_port", "grpc_port", "triton_metrics_port", "monitor_port", "openai_port"):
+            _check(0 <= getattr(self, name) <= 65535, name, getattr(self, name), "between 0 (any free port) and 65535")
 
 
 @dataclass(frozen=True)
