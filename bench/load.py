@@ -153,8 +153,8 @@ def _inputs(
     shared = {"temperature": plan.temperature, "stream": True, "ignore_eos": True, "speculation_mode": mode}
     if route == "ssd-grpc":
         ids = encode(prompt)
-        tensors = {name: [value] for name, value in shared.items()} | {"request_output_len": [plan.max_tokens]}
-        return tensors | {"input_ids": {"content": ids, "shape": [len(ids)]}, "input_lengths": [len(ids)]}
+        tensors = {name: [value] for name, value in shared.items()} | {"max_tokens": [plan.max_tokens]}
+        return tensors | {"input_ids": {"content": ids, "shape": [len(ids)]}}
     messages = json.dumps([{"role": "user", "content": prompt}])
     fields = shared | {"text_input": "", "messages": messages, "max_tokens": plan.max_tokens}
     return {"payload": [fields]} if route == "ensemble-http" else {name: [value] for name, value in fields.items()}

@@ -97,7 +97,7 @@ def test_levels_modes_and_routes_are_asked_for(tmp_path: Path) -> None:
     assert [entry["speculation_mode"] for entry in first["inputs"]["data"]] == [["ar"], ["ar"]]
     assert json.loads(first["inputs"]["data"][1]["messages"][0]) == [{"role": "user", "content": "you"}]
     assert last["inputs"]["data"][0]["input_ids"] == {"content": [5], "shape": [1]}
-    assert last["inputs"]["data"][0]["request_output_len"] == [7]
+    assert last["inputs"]["data"][0]["max_tokens"] == [7]
 
 
 def test_server_sent_events_are_read(tmp_path: Path) -> None:
