@@ -25,6 +25,7 @@ from saguaro import errors
 from saguaro.orchestrator.service_protocol import (
     Cancel,
     Command,
+    Drain,
     Failed,
     GetStatus,
     Shutdown,
@@ -121,6 +122,10 @@ class Client:
         finally:
             with suppress(ValueError):  # answered
                 self._statuses.remove(answer)
+
+    async def drain(self, *, end: bool = False) -> None:
+        """Ask the service to take no new requests; with `end`, to end those it has with a CapacityError."""
+        await self._send(Drain(end))
 
     async def shutdown(self) -> None:
         """Ask the service to stop all its processes in order."""

@@ -38,6 +38,12 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Take no new request; with `end`, those that wait or run end at once with a CapacityError."""
+
+    end: bool = False
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -76,7 +82,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     preemptions: int  # running requests that had to give their blocks back, since the start
 
 
-Command = Submit | Cancel | GetStatus | Shutdown
+Command = Submit | Cancel | GetStatus | Drain | Shutdown
 Event = Tokens | Failed | Status
 
 _encoder = msgspec.msgpack.Encoder()
