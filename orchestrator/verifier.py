@@ -145,7 +145,7 @@ class Verifier:
         if outcome:
             emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
             committed = sequence.commit(emitted, self._max_model_len)
-            accepted = min(outcome.accepted, len(committed))
+            accepted = min(outcome.accepted, len(committed))  # an end inside the block cuts the rest off
             hit = answer.hit if answer else None
             sequence.rounds.append(RoundRecord(len(committed), hit, len(speculation.tokens), accepted))
         sequence.target_length = sequence.chunk_end or sequence.length - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,14 +44,22 @@ class MetricsMirror:
                     metric.increment(sample.value - before if sample.value > before else sample.value)
                 self._values[sample.name, labels] = sample.value
 
-    async def follow(self, client: Client) -> None:
+    async def follow(self, socket: Path) -> None:
         """Keep up with the service until cancelled. While it is away the figures stand still."""
-        while True:
-            try:
-                self.update(await client.metrics())
-            except LinkError as error:
-                _log.warning("metrics are not up to date: %s", error)
-            await asyncio.sleep(INTERVAL)
+        client = Client(socket)
+        away = False
+        try:
+            while True:
+                try:
+                    self.update(await client.metrics())
+                    away = False
+                except LinkError as error:
+                    if not away:
+                        _log.warning("metrics stand still: %s", error)
+                    away = True
+                await asyncio.sleep(INTERVAL)
+        finally:
+            await client.close()
 
     def close(self) -> None:
         """Triton wants a family to outlive its metrics."""
