@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "orchestrator": {"errors", "plugins", "engines"},
     "build": {"errors", "plugins", "engines"},
     "triton_repo": {"errors", "orchestrator"},
-    "frontend": {"errors", "orchestrator"},
+    "frontend": {"errors", "engines", "orchestrator"},
     "bench": {"errors", "plugins", "engines", "orchestrator"},
 }
 PURE_CORE = (
