@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Send
 from tokenizers import Tokenizer
 
-from saguaro import __version__
+import saguaro
 from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.frontend import openai_mapping as mapping
 from saguaro.frontend.openai_answers import Answer
@@ -118,8 +118,9 @@ class Endpoints:
         params = mapping.sampling(body, self._context)
         prompts = mapping.prompts(body, self._tokenizer)
         deadline = min(body.timeout_s or self.triton.deadline_s, self.triton.deadline_s)
+        names = mapping.field_names(body)
         streams = [
-            self.triton.stream(mapping.tensors(prompt, params, body, deadline), params.n, deadline)
+            self.triton.stream(mapping.tensors(prompt, params, body, deadline), params.n, deadline, names)
             for prompt in prompts
         ]
         chunks = self._metrics.timed(merge(streams, params.n), arrived)
@@ -178,7 +179,7 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         await app.state.endpoints.close()
 
-    app = FastAPI(title="Saguaro", version=__version__, lifespan=lifespan, redoc_url=None, docs_url=None)
+    app = FastAPI(title="Saguaro", version=saguaro.__version__, lifespan=lifespan, redoc_url=None, docs_url=None)
     app.add_middleware(
         Gate,
         keys=settings.keys,

@@ -50,16 +50,24 @@ def internal(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
-def from_triton(code: grpc.StatusCode, details: str, *, alive: bool, fields: Collection[str]) -> ApiError:
+def from_triton(code: grpc.StatusCode, details: str, *, alive: bool, names: Mapping[str, str]) -> ApiError:
     """Triton's refusal or failure as a client of OpenAI's interface knows it.
 
     The status code of a full queue and of a server that cannot be reached are the same, and so are those of an error in
     the engine and of a model whose process has died: whether Triton is `alive`, asked afterwards, tells them apart.
-    `fields` are the names a request may have, to find the one that a message is about.
+    `names` has the request's field for the tensor that a message begins with.
     """
     message = _ENSEMBLE_PREFIX.sub("", details).strip() or code.name
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return ApiError(400, message, param=field_of(message, fields), code="invalid_value")
+        tensor, _, rest = message.partition(" ")
+        field = names.get(tensor)
+        too_long = "context holds" in message
+        return ApiError(
+            400,
+            f"{field} {rest}" if field else message,
+            param=field,
+            code="context_length_exceeded" if too_long else "invalid_value",
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ApiError(
             504, "the answer did not come before the deadline", kind="server_error", code="deadline_exceeded"

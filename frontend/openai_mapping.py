@@ -25,6 +25,14 @@ _DTYPES: dict[str, tuple[str, Any]] = {
     "float": ("FP32", np.float32),
     "bool": ("BOOL", np.bool_),
 }
+# Tensors whose fields have other names; errors of the ensemble are about tensors.
+_FIELD_OF = {
+    "stop_words": "stop",
+    "num_return_sequences": "n",
+    "speculation_mode": "speculation",
+    "speculation_lookahead": "speculation",
+    "guided_decoding_guide": "response_format",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,12 @@ def prompts(body: Generation, tokenizer: Tokenizer) -> list[Prompt]:
     if isinstance(given[0], int):
         given = [given]
     return [Prompt(item if isinstance(item, str) else _text_of(item, tokenizer)) for item in given]
+
+
+def field_names(body: Generation) -> dict[str, str]:
+    """The field of this body for each name that an error of the ensemble may begin with."""
+    text = "messages" if isinstance(body, ChatRequest) else "prompt"
+    return {name: name for name in type(body).model_fields} | _FIELD_OF | {"text_input": text, "prompt": text}
 
 
 def sampling(body: Generation, context: int) -> SamplingParams:
@@ -119,9 +133,9 @@ def tensors(prompt: Prompt, params: SamplingParams, body: Generation, deadline_s
 def _tensor(name: str, kind: str, value: Any) -> InferInput:
     values = value if isinstance(value, tuple) else (value,)
     triton, dtype = _DTYPES[kind]
-    tensor = InferInput(name, [len(values)], triton)
     encoded = [item.encode() for item in values] if kind == "text" else values
-    return tensor.set_data_from_numpy(np.array(encoded, dtype=dtype))
+    array = np.array([encoded], dtype=dtype)  # [1, N]: the first dimension is the batch
+    return InferInput(name, list(array.shape), triton).set_data_from_numpy(array)
 
 
 def _given(value: Any, default: Any) -> Any:

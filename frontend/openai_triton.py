@@ -7,8 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,10 @@ from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from saguaro.frontend.openai_errors import ApiError, down, from_triton, internal
-from saguaro.frontend.openai_schema import FIELDS
 
 _log = logging.getLogger(__name__)
 _MARGIN = 10.0  # seconds the engine gets beyond a request's time to hand over what it has
-_CANARY_S = 5.0  # within which a living model answers a request that asks for nothing
+_CANARY_S = 5.0  # at most, within which a living model answers a request that asks for nothing
 _AGAIN_S = 0.5  # between two requests to stop what may not have reached the engine yet
 _GIVE_UP_S = 30.0  # after which a stream that should have stopped is left to its deadline
 _OPTIONS = [
@@ -58,12 +56,18 @@ class Triton:
     def __init__(self, address: str, *, deadline_s: float = 3600.0, silence_s: float = 10.0) -> None:
         self.deadline_s = deadline_s
         self._silence_s = silence_s
+        self._canary_s = min(_CANARY_S, silence_s)
         self._client = InferenceServerClient(address, channel_args=_OPTIONS)
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def stream(self, inputs: list[InferInput], answers: int, deadline_s: float) -> AsyncGenerator[Chunk, None]:
-        """The chunks of all answers, mixed. Closing the iterator early cancels the request. Raises ApiError."""
+    async def stream(
+        self, inputs: list[InferInput], answers: int, deadline_s: float, names: Mapping[str, str]
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of all answers, mixed. Closing the iterator early cancels the request.
+
+        Raises ApiError, in which `names` has the request's field for a tensor's name.
+        """
         name = uuid.uuid4().hex
         responses = self._send("ensemble", name, inputs, deadline_s + _MARGIN)
         closing = asyncio.ensure_future(self._closing.wait())
@@ -88,7 +92,7 @@ class Triton:
                 raise internal("the engine ended an answer without a reason")
         except (grpc.RpcError, InferenceServerException) as error:
             ended = True
-            raise await self._explain(error) from error
+            raise await self._explain(error, names) from error
         finally:
             closing.cancel()
             if not ended:
@@ -96,7 +100,7 @@ class Triton:
 
     async def alive(self) -> bool:
         """Whether a request reaches the model and comes back."""
-        return await self._stop(uuid.uuid4().hex, _CANARY_S)
+        return await self._stop(uuid.uuid4().hex)
 
     def end_streams(self) -> None:
         """Every stream ends with an error that says so: the time for finishing them is over."""
@@ -119,10 +123,10 @@ class Triton:
             if not await self.alive() and not reading.done():
                 raise down("the model does not answer any more; it is being restarted: try again")
 
-    async def _explain(self, error: grpc.RpcError | InferenceServerException) -> ApiError:
+    async def _explain(self, error: grpc.RpcError | InferenceServerException, names: Mapping[str, str]) -> ApiError:
         code, details = _code(error)
         sure = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
-        return from_triton(code, details, alive=sure or await self.alive(), fields=FIELDS)
+        return from_triton(code, details, alive=sure or await self.alive(), names=names)
 
     async def _wind_down(
         self, name: str, responses: AsyncIterator[InferResult], reading: asyncio.Task[InferResult | None] | None
@@ -130,9 +134,8 @@ class Triton:
         """Cancel a request that nobody reads any more: again and again until its stream ends, because what is still on
         its way to the engine cannot be stopped there."""
         give_up = time.monotonic() + _GIVE_UP_S
-        with suppress(grpc.RpcError, InferenceServerException):
-            while time.monotonic() < give_up:
-                await self._stop(name, _CANARY_S)
+        try:
+            while time.monotonic() < give_up and await self._stop(name):
                 again = time.monotonic() + _AGAIN_S
                 while (left := again - time.monotonic()) > 0:
                     reading = reading or asyncio.ensure_future(anext(responses, None))
@@ -141,15 +144,18 @@ class Triton:
                     if reading.result() is None:
                         return
                     reading = None
-            _log.warning("a cancelled request does not end; its stream is closed")
-        if reading is not None:
-            reading.cancel()
+            _log.warning("a request that was cancelled does not end; its stream is given up")
+            if reading is not None:
+                reading.cancel()
+                await reading
+        except (grpc.RpcError, InferenceServerException, asyncio.CancelledError):
+            pass  # the stream has ended, as it should
 
-    async def _stop(self, name: str, timeout_s: float) -> bool:
+    async def _stop(self, name: str) -> bool:
         """Ask the engine to cancel a request; it answers also where there is none of that name."""
-        stop = InferInput("stop", [1], "BOOL").set_data_from_numpy(np.array([True]))
+        stop = InferInput("stop", [1, 1], "BOOL").set_data_from_numpy(np.array([[True]]))
         try:
-            async for _ in self._send("ssd", name, [stop], timeout_s):
+            async for _ in self._send("ssd", name, [stop], self._canary_s):
                 pass
         except (grpc.RpcError, InferenceServerException) as error:
             _log.info("the model does not answer: %s", _code(error)[1])

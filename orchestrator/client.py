@@ -113,9 +113,10 @@ class Client:
         """Raises LinkError when the service does not answer in time."""
         answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._statuses.append(answer)
-        await self._send(GetStatus())
         try:
-            return await asyncio.wait_for(answer, timeout)
+            async with asyncio.timeout(timeout):
+                await self._send(GetStatus())
+                return await answer
         except TimeoutError:
             raise errors.LinkError(f"the service did not answer within {timeout:g} s") from None
         finally:
