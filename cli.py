@@ -17,8 +17,9 @@ from saguaro import __version__
 from saguaro.errors import SaguaroError
 
 if TYPE_CHECKING:
-    from saguaro.llm import LLM, Prompt, Result
+    from saguaro.llm import LLM, Result
     from saguaro.orchestrator.metrics import RequestStats
+    from saguaro.orchestrator.prompts import Prompt
     from saguaro.orchestrator.types import Mode, SamplingParams
 
 _log = logging.getLogger("saguaro")
