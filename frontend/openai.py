@@ -19,7 +19,6 @@ import uvicorn
 
 from saguaro.errors import ConfigError, LaunchError, SaguaroError
 from saguaro.frontend.openai_app import Settings, create_app
-from saguaro.orchestrator.plan import LOG_FORMAT
 
 _log = logging.getLogger("saguaro")
 _LAST_WORDS_S = 2.0  # for the errors that end what the grace period did not suffice for
@@ -50,7 +49,7 @@ class Server(uvicorn.Server):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 stopped in good order, 1 an error said in one paragraph, 2 wrong usage."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(format=LOG_FORMAT, level=logging.WARNING)
+    logging.basicConfig(format="%(levelname)s saguaro: %(message)s", level=logging.WARNING)
     _log.setLevel(os.environ.get("SAGUARO_LOG_LEVEL", "WARNING"))
     try:
         settings = Settings(
@@ -85,7 +84,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def _serve(settings: Settings, host: str, port: int, grace_s: float) -> None:
-    app = create_app(settings)
+    app = create_app(settings)  # reads the engine's manifest, and says so if it cannot
     config = uvicorn.Config(
         app,
         host=host,

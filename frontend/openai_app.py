@@ -99,10 +99,9 @@ class EventStream(StreamingResponse):
 class Endpoints:
     """What the routes do. To be made within the event loop."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, manifest: Manifest, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        manifest = Manifest.load(settings.engine)
         self._context = manifest.max_model_len
         self._fingerprint = f"fp_{manifest.recipe_hash[:12]}"
         self._tokenizer = Tokenizer.from_file(str(settings.engine / TOKENIZER))
@@ -171,11 +170,13 @@ class Endpoints:
 
 
 def create_app(settings: Settings) -> FastAPI:
+    """Raises EngineError when the engine directory is not complete."""
+    manifest = Manifest.load(settings.engine)
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.endpoints = Endpoints(settings, metrics)
+        app.state.endpoints = Endpoints(settings, manifest, metrics)
         yield
         await app.state.endpoints.close()
 

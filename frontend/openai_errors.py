@@ -61,7 +61,7 @@ def from_triton(code: grpc.StatusCode, details: str, *, alive: bool, names: Mapp
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         tensor, _, rest = message.partition(" ")
         field = names.get(tensor)
-        too_long = "context holds" in message
+        too_long = tensor in ("text_input", "messages") and ("context holds" in rest or "bytes long" in rest)
         return ApiError(
             400,
             f"{field} {rest}" if field else message,
