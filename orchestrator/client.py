@@ -152,8 +152,9 @@ class Client:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiting.append(answer)
         try:
-            await self._send(question)
-            return await asyncio.wait_for(answer, timeout)
+            async with asyncio.timeout(timeout):
+                await self._send(question)  # waits where too much is queued for a service that is away
+                return await answer
         except TimeoutError:
             raise errors.LinkError(f"the service did not answer within {timeout:g} s") from None
         finally:

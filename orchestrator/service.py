@@ -93,18 +93,20 @@ class Service:
         self._draft_pool = draft_pool
         self._links = links
         serving = config.serving
+        # An answer without a limit of its own ends where the model's context or the pool does.
+        context = min(engine.max_model_len, engine.num_blocks * engine.block_size)
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._scheduler = Scheduler(
             self._target_pool,
             max_sequences=serving.max_sequences,
-            max_model_len=engine.max_model_len,
+            max_model_len=context,
             max_batch_tokens=serving.max_batch_tokens,
             max_queue=serving.max_queue,
         )
         self._verifier = Verifier(
             target,
-            max_model_len=engine.max_model_len,
+            max_model_len=context,
             budget=config.speculation.budget,
             max_batch_tokens=serving.max_batch_tokens,
         )
