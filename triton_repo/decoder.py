@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,8 @@ class Decoder:
         self._client: Client | None = None
         self._running: dict[asyncio.Task[None], _Running] = {}
         self._loop = LoopThread()
-        self._loop.post(lambda: asyncio.get_running_loop().create_task(self._look_after()))
+        self._tasks: list[asyncio.Task[None]] = []
+        self.run(self._look_after())
 
     def submit(self, request_id: str, inputs: Mapping[str, NDArray[Any]], parameters: str, sink: Sink) -> None:
         """Start a request, or with the input `stop` cancel the one of this id. `inputs` are not kept."""
@@ -78,6 +79,10 @@ class Decoder:
                 self._loop.post(self._start, _Running(request_id, request, sink))
         except ConfigError as error:
             sink.fail(error)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have the loop do this beside the requests until `close`."""
+        self._loop.post(lambda: self._tasks.append(asyncio.get_running_loop().create_task(work)))
 
     def close(self) -> None:
         """Give everything up: what is running ends as cancelled."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import triton_python_backend_utils as pb
 
 from saguaro.triton_repo.decoder import Decoder
+from saguaro.triton_repo.metrics import MetricsMirror
 from saguaro.triton_repo.request import code_of, message_of
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -41,6 +42,8 @@ class TritonPythonModel:
             parameters[name]["string_value"] for name in ("engine", "socket", "max_model_len")
         )
         self.decoder = Decoder(Path(engine) / "tokenizer.json", Path(socket), int(max_model_len))
+        self.metrics = MetricsMirror(pb)
+        self.decoder.run(self.metrics.follow(Path(socket)))
 
     def execute(self, requests):
         for request in requests:
@@ -50,3 +53,4 @@ class TritonPythonModel:
 
     def finalize(self):
         self.decoder.close()
+        self.metrics.close()
