@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from saguaro import __version__
-from saguaro.errors import ConfigError, SaguaroError
+from saguaro.errors import SaguaroError
 
 if TYPE_CHECKING:
     from saguaro.llm import LLM, Result
@@ -153,19 +153,29 @@ def _stop(arguments: argparse.Namespace) -> None:
 
 def _top(arguments: argparse.Namespace) -> None:
     from saguaro.frontend.top import top
+    from saguaro.supervisor.commands import status
 
-    url = arguments.url or _monitor(arguments.deployment)
+    url = arguments.url or status(arguments.name).addresses["health"].removesuffix("/health")
     top(url, interval=arguments.interval, once=arguments.once, as_json=arguments.json)
 
 
-def _monitor(deployment: str) -> str:
-    """Where the monitor of a served deployment is to be found."""
-    from saguaro.orchestrator.config import find_deployment, read_deployment
+def _load(arguments: argparse.Namespace) -> None:
+    from saguaro.bench.load_command import load
 
-    serving = read_deployment(find_deployment(deployment)).serving
-    if serving.monitor_port == 0:
-        raise ConfigError(f"{deployment} takes any free monitor_port: give the address that it took with --url")
-    return f"http://{serving.host}:{serving.monitor_port}"
+    load(
+        arguments.name,
+        _store(arguments),
+        out=Path(arguments.out),
+        prompts=Path(arguments.prompts) if arguments.prompts else None,
+        as_json=arguments.json,
+        modes=arguments.modes,
+        routes=arguments.routes,
+        concurrencies=arguments.concurrency,
+        rates=arguments.rate,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        window_s=arguments.seconds,
+    )
 
 
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
@@ -341,15 +351,6 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; with --json a list of as many")
     generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
 
-    top = command("top", _top, "watch a served deployment", "saguaro top qwen-coder-cpu")
-    top.add_argument("deployment", nargs="?", default="qwen-coder-cpu", help="a .yaml file or a shipped name")
-    top.add_argument("--url", metavar="URL", help="its monitor, instead of what the deployment says: http://host:8003")
-    top.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
-    )
-    top.add_argument("--once", action="store_true", help="one frame, of one interval")
-    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
-
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
 
     serve = command("serve", _serve, "serve a deployment over HTTP, gRPC and the OpenAI API", "saguaro serve tiny")
@@ -362,6 +363,36 @@ def _parser() -> argparse.ArgumentParser:
     status = command("status", _status, "parts, health and addresses of a served deployment", "saguaro status --json")
     status.add_argument("name", nargs="?", metavar="NAME", help=name_help)
     status.add_argument("--json", action="store_true", help="print one JSON object")
+
+    top = command("top", _top, "watch a served deployment", "saguaro top qwen-coder-cpu")
+    top.add_argument("name", nargs="?", metavar="NAME", help=name_help)
+    top.add_argument("--url", metavar="URL", help="its monitor, instead of what the deployment says: http://host:8003")
+    top.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    top.add_argument("--once", action="store_true", help="one frame, of one interval")
+    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
+
+    load = command(
+        "load", _load, "load a served deployment with perf_analyzer", "saguaro load tiny --concurrency 1 2 4 8"
+    )
+    load.add_argument("name", nargs="?", metavar="NAME", help=name_help)
+    load.add_argument("--modes", nargs="+", default=[], choices=("ar", "sd", "ssd"), help="default: all it can do")
+    load.add_argument(
+        "--routes",
+        nargs="+",
+        default=["ensemble-grpc"],
+        choices=("ensemble-grpc", "ensemble-http", "ssd-grpc"),
+        help="past which parts (default ensemble-grpc)",
+    )
+    load.add_argument("--concurrency", nargs="*", type=int, default=[1, 2, 4], metavar="N", help="requests in flight")
+    load.add_argument("--rate", nargs="*", type=float, default=[], metavar="R", help="Poisson arrivals per second")
+    load.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")
+    load.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
+    load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    load.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each of a level's 3 windows (10)")
+    load.add_argument("--out", default="load", metavar="DIR", help="for load.json, .csv and .png (default ./load)")
+    load.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
 
     stop = command("stop", _stop, "stop a served deployment when its requests are finished", "saguaro stop tiny")
     stop.add_argument("name", nargs="?", metavar="NAME", help=name_help)

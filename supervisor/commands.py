@@ -149,7 +149,8 @@ def _choose(name: str | None) -> StateFolder:
     if name is None:
         if len(known) != 1:
             raise ConfigError(
-                f"{len(known)} deployments are served here ({', '.join(known)}): name one" if known
+                f"{len(known)} deployments are served here ({', '.join(known)}): name one"
+                if known
                 else "no deployment is served here: start one with `saguaro serve DEPLOYMENT`"
             )
         name = known[0]

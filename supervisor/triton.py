@@ -9,4 +9,5 @@ from saguaro.orchestrator.config import DeploymentConfig
 
 class Triton:
     name = "triton"
+
     def __init__(self, config: DeploymentConfig, engine: Path, socket: Path, folder: Path) -> None: ...
