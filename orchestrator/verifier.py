@@ -41,10 +41,9 @@ class Verifier:
     def step(self, batch: Rows[Sequence]) -> RoundResult:
         """Send the last outcomes, take the speculations, verify them in one forward, commit.
 
-        Without a speculator, or when it is late, a row simply carries no speculation: plain decoding.
+        Each sequence has the blocks for the tokens it is to compute. Without a speculator, or when it is late, a row
+        simply carries no speculation: plain decoding.
         """
-        for sequence in batch:
-            sequence.target_table.grow(sequence.chunk_end or sequence.length)
         asked = self._ask(batch)
         answers, draft_spans = self._answers(asked)
         speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
