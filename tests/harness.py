@@ -121,7 +121,9 @@ class Pair:
         self._ids += 1
         return Sequence(
             id=self._ids,
-            request=RequestSampling(params, params.seed or 0, len(prompt), self.stop_ids + params.stop_token_ids),
+            request=RequestSampling(
+                params.without_grammar(), params.seed or 0, len(prompt), self.stop_ids + params.stop_token_ids
+            ),
             tokens=list(prompt),
             mode=mode,
             lookahead=lookahead or self.lookahead,
