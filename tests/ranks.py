@@ -166,8 +166,8 @@ def compute_deterministic(rank: int, size: int, folder: Path) -> None:
     if not group.leads:
         follow(engine, group)
         return
-    alone = replays.one_by_one(engine)
-    company = replays.in_company(engine, lookaheads=(1, 6), sizes=(2, 7))
+    alone = replays.one_by_one(engine, 3)
+    company = replays.in_company(engine, lookaheads=(6,), sizes=(3,))
     torch.save([what for what, i, logits in company if not torch.equal(logits, alone[i])], folder / "different.pt")
     group.stop()
 

@@ -40,9 +40,9 @@ def speculated(prompt: Cuts, lookahead: int) -> list[int]:
     return [*prompt, *[lookahead + 1] * whole, *([rest] if rest else [])]
 
 
-def one_by_one(engine: Engine) -> list[Tensor]:
-    """The logits of plain decoding, every sequence alone."""
-    return [replay(engine, [[1] * LENGTH], [i], range(BLOCKS))[0] for i in range(COUNT)]
+def one_by_one(engine: Engine, count: int = COUNT) -> list[Tensor]:
+    """The logits of plain decoding, each of the first `count` sequences alone."""
+    return [replay(engine, [[1] * LENGTH], [i], range(BLOCKS))[0] for i in range(count)]
 
 
 def in_company(

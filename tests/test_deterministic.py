@@ -83,13 +83,12 @@ def test_i12_an_int8_target_verifies_what_it_would_have_decoded() -> None:
     assert engine(made, True).logit_tolerance == 0
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_all_modes_and_lookaheads_emit_the_same_tokens_in_low_precision(name: str) -> None:
+def test_all_modes_and_lookaheads_emit_the_same_tokens_in_low_precision() -> None:
     """Greedy, where rounding decides: of a target with near-ties everywhere."""
-    made = MODELS[name]()
+    made = MODELS["bfloat16"]()
     with torch.no_grad():  # logits within a few roundings of each other
         made.get_input_embeddings().weight.mul_(0.01)
-    target, draft = engine(made, True), engine(MODELS[name](), False)
+    target, draft = engine(made, True), engine(MODELS["bfloat16"](), False)
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = [[1, 2, 3], [7, 8, 9, 10, 11]]
     plain = [Pair(target, draft).run(prompt, params, "ar") for prompt in prompts]
