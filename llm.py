@@ -102,6 +102,10 @@ class LLM:
         """What the service is doing now."""
         return self._loop.run(self._launcher.client.status())
 
+    def metrics(self) -> str:
+        """The service's metrics in Prometheus' text format; docs/metrics.md says what they mean."""
+        return self._loop.run(self._launcher.client.metrics())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
