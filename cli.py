@@ -1,4 +1,7 @@
-"""The one command: saguaro models | build | generate | chat | top. Heavy imports wait for their command."""
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top.
+
+Heavy imports wait for the command that needs them.
+"""
 
 from __future__ import annotations
 
@@ -121,6 +124,31 @@ def _chat(arguments: argparse.Namespace) -> None:
 
     with _llm(arguments) as llm:
         chat(llm, _sampling(arguments))
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from saguaro.supervisor.commands import serve, serve_detached
+
+    log_file = Path(arguments.log_file).absolute() if arguments.log_file else None
+    if not arguments.detach:
+        serve(arguments.deployment, _store(arguments), openai=arguments.openai, log_file=log_file)
+        return
+    command = [sys.executable, "-m", "saguaro.cli", "serve", arguments.deployment, "--store", str(_store(arguments))]
+    command += ["--verbose"] * arguments.verbose + ["--no-openai"] * (not arguments.openai)
+    serve_detached(arguments.deployment, command, log_file, print)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from saguaro.supervisor.commands import describe, status
+
+    state = status(arguments.name)
+    print(json.dumps(asdict(state)) if arguments.json else describe(state))
+
+
+def _stop(arguments: argparse.Namespace) -> None:
+    from saguaro.supervisor.commands import stop
+
+    print(f"stopped {stop(arguments.name, now=arguments.now)}")
 
 
 def _top(arguments: argparse.Namespace) -> None:
@@ -323,6 +351,21 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
 
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
+
+    serve = command("serve", _serve, "serve a deployment over HTTP, gRPC and the OpenAI API", "saguaro serve tiny")
+    serve.add_argument("deployment", help="a .yaml file or a shipped name")
+    serve.add_argument("--detach", action="store_true", help="in the background; returns when it is ready")
+    serve.add_argument("--log-file", metavar="FILE", help="log there too; with --detach instead of the default place")
+    serve.add_argument("--no-openai", dest="openai", action="store_false", help="without the OpenAI front end")
+
+    name_help = "the deployment's `name:`; may be left out when only one is served"
+    status = command("status", _status, "parts, health and addresses of a served deployment", "saguaro status --json")
+    status.add_argument("name", nargs="?", metavar="NAME", help=name_help)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+
+    stop = command("stop", _stop, "stop a served deployment when its requests are finished", "saguaro stop tiny")
+    stop.add_argument("name", nargs="?", metavar="NAME", help=name_help)
+    stop.add_argument("--now", action="store_true", help="end running requests instead of waiting for them")
     return parser
 
 

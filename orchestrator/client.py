@@ -26,6 +26,7 @@ from saguaro import errors
 from saguaro.orchestrator.service_protocol import (
     Cancel,
     Command,
+    Drain,
     Event,
     Failed,
     GetMetrics,
@@ -131,6 +132,10 @@ class Client:
         """The service's metrics in Prometheus' text format. Raises LinkError when it does not answer in time."""
         return await self._ask(GetMetrics(), self._metrics, timeout)
 
+    async def drain(self, *, end: bool = False) -> None:
+        """Ask the service to take no new requests; with `end`, to end those it has with a CapacityError."""
+        await self._send(Drain(end))
+
     async def shutdown(self) -> None:
         """Ask the service to stop all its processes in order."""
         await self._send(Shutdown())
@@ -147,8 +152,9 @@ class Client:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiting.append(answer)
         try:
-            await self._send(question)
-            return await asyncio.wait_for(answer, timeout)
+            async with asyncio.timeout(timeout):
+                await self._send(question)  # waits where too much is queued for a service that is away
+                return await answer
         except TimeoutError:
             raise errors.LinkError(f"the service did not answer within {timeout:g} s") from None
         finally:

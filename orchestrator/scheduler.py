@@ -49,7 +49,7 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ConfigError for one that could never run, CapacityError also when the queue is full.
+        """Queue a sequence. Raises ConfigError for one that could never run, CapacityError when the queue is full.
 
         Those that the next round can start do not count as queued.
         """
@@ -60,7 +60,7 @@ class Scheduler:
             )
         blocks = self._pool.blocks_for(self._end(sequence))
         if blocks > self._pool.num_blocks:
-            raise CapacityError(
+            raise ConfigError(
                 f"prompt and max_tokens need {blocks} KV blocks and the pool has "
                 f"{self._pool.num_blocks}: lower max_tokens or raise target.kv_tokens in the deployment"
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 from tokenizers import Tokenizer
 
-from saguaro.errors import ConfigError, ProtocolError, SaguaroError
+from saguaro.errors import CapacityError, ConfigError, ProtocolError, SaguaroError
 from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.detokenizer import TextStream
@@ -31,6 +31,7 @@ from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.service_protocol import (
     MAX_MESSAGE,
     Cancel,
+    Drain,
     Event,
     Failed,
     GetMetrics,
@@ -51,6 +52,7 @@ from saguaro.orchestrator.verifier import Verifier
 _log = logging.getLogger(__name__)
 _MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
 _IDLE_MS = 20
+_LEAVING = "the deployment is shutting down and takes no more requests: send it again in a moment, or to another one"
 
 
 @dataclass
@@ -91,18 +93,20 @@ class Service:
         self._draft_pool = draft_pool
         self._links = links
         serving = config.serving
+        # An answer without a limit of its own ends where the model's context or the pool does.
+        context = min(engine.max_model_len, engine.num_blocks * engine.block_size)
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._scheduler = Scheduler(
             self._target_pool,
             max_sequences=serving.max_sequences,
-            max_model_len=engine.max_model_len,
+            max_model_len=context,
             max_batch_tokens=serving.max_batch_tokens,
             max_queue=serving.max_queue,
         )
         self._verifier = Verifier(
             target,
-            max_model_len=engine.max_model_len,
+            max_model_len=context,
             budget=config.speculation.budget,
             max_batch_tokens=serving.max_batch_tokens,
         )
@@ -113,6 +117,7 @@ class Service:
         self._next_id = 0
         self._epoch = secrets.randbits(64)
         self._running = True
+        self._draining = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -176,10 +181,11 @@ class Service:
             self._finish(request, [], time.perf_counter_ns())
 
     def _drop(self, request: _Request) -> None:
-        reason = request.sequence.finish_reason or "cancelled"  # its client has vanished
-        self._telemetry.finished(reason, (time.perf_counter_ns() - request.submitted) / 1e9)
-        self._scheduler.remove(request.sequence)
-        del self._requests[request.sequence.id]
+        """Harmless when done twice: a client that is found to be gone takes all its requests along."""
+        if self._requests.pop(request.sequence.id, None):
+            reason = request.sequence.finish_reason or "cancelled"  # its client has vanished
+            self._telemetry.finished(reason, (time.perf_counter_ns() - request.submitted) / 1e9)
+            self._scheduler.remove(request.sequence)
 
     def _take_links(self) -> None:
         link = self._links()
@@ -216,6 +222,11 @@ class Service:
                         self._finish(request, [], time.perf_counter_ns())
             case GetStatus():
                 self._send(client, self._status())
+            case Drain(end):
+                self._draining = True
+                for request in list(self._requests.values()) if end else []:
+                    self._drop(request)
+                    self._send(request.client, Failed(request.number, "CapacityError", _LEAVING))
             case GetMetrics():
                 self._send(client, Metrics(self._telemetry.text()))
             case Shutdown():
@@ -223,6 +234,8 @@ class Service:
 
     def _submit(self, client: bytes, submit: Submit) -> None:
         """Raises ConfigError or CapacityError naming what is wrong with the request."""
+        if self._draining:
+            raise CapacityError(_LEAVING)
         limits = self._config.speculation
         mode = submit.mode or limits.mode
         lookahead = limits.lookahead if submit.lookahead is None else submit.lookahead

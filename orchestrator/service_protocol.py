@@ -38,6 +38,12 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Take no new request; with `end`, those that wait or run end at once with a CapacityError."""
+
+    end: bool = False
+
+
 class GetMetrics(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -84,7 +90,7 @@ class Metrics(msgspec.Struct, frozen=True, tag=True):
     text: str  # in Prometheus' text format
 
 
-Command = Submit | Cancel | GetStatus | GetMetrics | Shutdown
+Command = Submit | Cancel | GetStatus | GetMetrics | Drain | Shutdown
 Event = Tokens | Failed | Status | Metrics
 
 _encoder = msgspec.msgpack.Encoder()

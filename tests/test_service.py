@@ -288,3 +288,42 @@ async def test_a_service_that_falls_silent_ends_every_stream(tmp_path: Path) -> 
     with pytest.raises(LinkError):  # and those that come later
         await tokens(client, [0])
     await client.close()
+
+
+@in_loop
+async def test_a_draining_service_finishes_what_it_has_and_takes_nothing_new(socket: Path) -> None:
+    async with connect(socket) as client:
+        alone = await tokens(client, [0], ENDLESS)
+        stream = client.stream([0], ENDLESS)
+        first = await anext(stream)
+        await client.drain()
+        with pytest.raises(CapacityError, match="shutting down"):
+            await tokens(client, [1])
+        assert first.tokens + [token async for event in stream for token in event.tokens] == alone
+
+
+@in_loop
+async def test_draining_at_once_ends_what_runs_with_the_reason(tmp_path: Path) -> None:
+    with service(tmp_path / "slow") as slow:
+        step = slow._round
+
+        def slowly(batch: list[Sequence]) -> None:
+            time.sleep(0.02)
+            step(batch)
+
+        slow._round = slowly  # type: ignore[method-assign]
+        async with connect(tmp_path / "slow") as client:
+            streams = [client.stream([0], ENDLESS) for _ in range(3)]  # two run, one waits
+            waiting = [asyncio.create_task(_all(stream)) for stream in streams]
+            while (await client.status()).running != 2:
+                await asyncio.sleep(0.01)
+            await client.drain(end=True)
+            for task in waiting:
+                with pytest.raises(CapacityError, match="shutting down"):
+                    await task
+            status = await client.status()
+            assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, status.target_blocks)
+
+
+async def _all(stream: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in stream]
