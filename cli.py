@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from saguaro import __version__
-from saguaro.errors import ConfigError, SaguaroError
+from saguaro.errors import SaguaroError
 
 if TYPE_CHECKING:
     from saguaro.llm import LLM, Result
@@ -154,18 +154,18 @@ def _stop(arguments: argparse.Namespace) -> None:
 def _top(arguments: argparse.Namespace) -> None:
     from saguaro.frontend.top import top
 
-    url = arguments.url or _monitor(arguments.deployment)
+    url = arguments.url or _monitor(arguments.name)
     top(url, interval=arguments.interval, once=arguments.once, as_json=arguments.json)
 
 
-def _monitor(deployment: str) -> str:
-    """Where the monitor of a served deployment is to be found."""
+def _monitor(name: str | None) -> str:
+    """Where the monitor of a deployment that is served on this machine is to be found; a file stands for its name."""
     from saguaro.orchestrator.config import find_deployment, read_deployment
+    from saguaro.supervisor.commands import status
 
-    serving = read_deployment(find_deployment(deployment)).serving
-    if serving.monitor_port == 0:
-        raise ConfigError(f"{deployment} takes any free monitor_port: give the address that it took with --url")
-    return f"http://{serving.host}:{serving.monitor_port}"
+    if name and name.endswith((".yaml", ".yml")):
+        name = read_deployment(find_deployment(name)).name
+    return status(name).addresses["health"].removesuffix("/health")
 
 
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
@@ -341,15 +341,6 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; with --json a list of as many")
     generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
 
-    top = command("top", _top, "watch a served deployment", "saguaro top qwen-coder-cpu")
-    top.add_argument("deployment", nargs="?", default="qwen-coder-cpu", help="a .yaml file or a shipped name")
-    top.add_argument("--url", metavar="URL", help="its monitor, instead of what the deployment says: http://host:8003")
-    top.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
-    )
-    top.add_argument("--once", action="store_true", help="one frame, of one interval")
-    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
-
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
 
     serve = command("serve", _serve, "serve a deployment over HTTP, gRPC and the OpenAI API", "saguaro serve tiny")
@@ -366,6 +357,15 @@ def _parser() -> argparse.ArgumentParser:
     stop = command("stop", _stop, "stop a served deployment when its requests are finished", "saguaro stop tiny")
     stop.add_argument("name", nargs="?", metavar="NAME", help=name_help)
     stop.add_argument("--now", action="store_true", help="end running requests instead of waiting for them")
+
+    top = command("top", _top, "watch a served deployment", "saguaro top")
+    top.add_argument("name", nargs="?", metavar="NAME", help=name_help + ", or its .yaml file")
+    top.add_argument("--url", metavar="URL", help="of a deployment elsewhere: its monitor, http://HOST:8003")
+    top.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    top.add_argument("--once", action="store_true", help="one frame, of one interval")
+    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
     return parser
 
 

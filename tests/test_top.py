@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +18,8 @@ from saguaro import cli
 from saguaro.errors import ProtocolError
 from saguaro.frontend.figures import Scrape, figures
 from saguaro.frontend.top import Top, render
+from saguaro.orchestrator.config import find_deployment
+from saguaro.supervisor.state import RunState, StateFolder, process_start
 from test_telemetry import BACKWARDS, Rig
 
 HEALTH = {
@@ -133,3 +137,20 @@ def test_a_counter_that_began_anew_counts_from_zero() -> None:
     assert figures(after, before, 1.0).hit_rate is None
     with pytest.raises(ProtocolError, match="cannot be read"):
         Scrape("a{ 1")
+
+
+def test_the_monitor_of_what_is_served_here_is_found_by_its_name_or_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert cli.main(["top", "--once"]) == 1
+    assert "no deployment is served here" in capsys.readouterr().err
+    with monitor(Rig(), json.dumps(HEALTH)) as url:
+        folder = StateFolder("tiny")
+        folder.make()
+        started = process_start(os.getpid()) or 0
+        addresses = {"health": f"{url}/health"}
+        folder.write(RunState("tiny", "", os.getpid(), started, "", 0.0, "", 1.0, addresses=addresses))
+        for name in ([], ["tiny"], [str(find_deployment("tiny"))]):
+            assert cli.main(["top", *name, "--json", "--interval", "0.05"]) == 0
+            assert json.loads(capsys.readouterr().out)["url"] == url
