@@ -92,8 +92,8 @@ def test_one_frame_for_people_has_the_hit_rate_in_company() -> None:
 
 def test_a_collapse_is_shown() -> None:
     rig = Rig(BACKWARDS)
-    for _ in range(9):
-        rig.run((13, "ssd"))
+    for _ in range(100):
+        rig.telemetry._alarm.add(accepted=0)
     with monitor(rig, json.dumps(HEALTH)) as url:
         frame = Top(url).frame()
     assert frame["acceptance_collapsed"]
