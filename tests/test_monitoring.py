@@ -117,7 +117,7 @@ def test_alerts_have_all_that_an_alert_needs() -> None:
 def test_the_example_scrapes_the_ports_of_a_deployment_and_reads_the_rules() -> None:
     example = yaml.safe_load((DOCS / "monitoring/prometheus.yml").read_text())
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in example["scrape_configs"]}
-        serving = ServingConfig()
+    serving = ServingConfig()
     ports = {"saguaro": serving.monitor_port, "openai": serving.openai_port, "triton": serving.triton_metrics_port}
     assert targets == {job: [f"{serving.host}:{port}"] for job, port in ports.items()}
     assert [(DOCS / "monitoring" / name).is_file() for name in example["rule_files"]] == [True]
