@@ -165,4 +165,4 @@ class Verifier:
 def _grammar(sequence: Sequence) -> GrammarRef | None:
     """A speculator whose branches stand for the last outcome has had a row of this sequence, and with it the text."""
     grammar = sequence.grammar
-    return grammar and GrammarRef(grammar.digest, None if sequence.outcome else grammar.text)
+    return GrammarRef(grammar.digest, None if sequence.outcome else grammar.text) if grammar else None
