@@ -1,11 +1,15 @@
-"""The mirror of the service's metrics in Triton, against a stand-in that is as strict as Triton's own classes."""
+"""The mirror of the service's metrics in Triton: its arithmetic against a strict stand-in, then the real server."""
 
 from __future__ import annotations
 
 import math
+import time
+import urllib.request
 from types import SimpleNamespace
 
+from saguaro.frontend.figures import Scrape
 from saguaro.triton_repo.metrics import MetricsMirror
+from serving import Served
 from test_telemetry import Rig
 
 
@@ -63,3 +67,24 @@ def test_the_mirror_says_what_the_service_says_and_a_restart_never_takes_a_count
     assert value("saguaro_rounds_total") == 8 + 2
     assert value("saguaro_kv_cached_blocks", pool="target") == again['saguaro_kv_cached_blocks{pool="target"}']
     mirror.close()
+
+
+def test_tritons_own_metrics_say_what_the_service_says(served: Served) -> None:
+    status, _ = served.post("generate", {"text_input": "hello", "max_tokens": 9, "temperature": 0.0})
+    assert status == 200
+    expected = Scrape(served.llm.metrics())
+    url = f"http://127.0.0.1:{served.server.metrics_port}/metrics"
+    deadline = time.monotonic() + 30
+    while True:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            mirrored = Scrape(answer.read().decode())
+        if mirrored.value("saguaro_generated_tokens_total") == expected.value("saguaro_generated_tokens_total"):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for name in ("rounds_total", "lookups_total", "acceptance_length_sum", "verify_seconds_count", "kv_blocks"):
+        assert mirrored.value(f"saguaro_{name}") == expected.value(f"saguaro_{name}") != 0
+    assert mirrored.value("saguaro_requests_finished_total", reason="length") == expected.value(
+        "saguaro_requests_finished_total", reason="length"
+    )
+    assert mirrored.value("saguaro_mode", mode="ssd") == 1
