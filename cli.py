@@ -1,10 +1,14 @@
-"""The one command: saguaro models | build | generate | chat. Heavy imports wait for the command that needs them."""
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top.
+
+Heavy imports wait for the command that needs them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -17,8 +21,9 @@ from saguaro import __version__
 from saguaro.errors import SaguaroError
 
 if TYPE_CHECKING:
-    from saguaro.llm import LLM, Prompt, Result
+    from saguaro.llm import LLM, Result
     from saguaro.orchestrator.metrics import RequestStats
+    from saguaro.orchestrator.prompts import Prompt
     from saguaro.orchestrator.types import Mode, SamplingParams
 
 _log = logging.getLogger("saguaro")
@@ -121,6 +126,48 @@ def _chat(arguments: argparse.Namespace) -> None:
         chat(llm, _sampling(arguments))
 
 
+def _serve(arguments: argparse.Namespace) -> None:
+    from saguaro.supervisor.commands import serve, serve_detached
+
+    log_file = Path(arguments.log_file).absolute() if arguments.log_file else None
+    if not arguments.detach:
+        serve(arguments.deployment, _store(arguments), openai=arguments.openai, log_file=log_file)
+        return
+    command = [sys.executable, "-m", "saguaro.cli", "serve", arguments.deployment, "--store", str(_store(arguments))]
+    command += ["--verbose"] * arguments.verbose + ["--no-openai"] * (not arguments.openai)
+    serve_detached(arguments.deployment, command, log_file, print)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from saguaro.supervisor.commands import describe, status
+
+    state = status(arguments.name)
+    print(json.dumps(asdict(state)) if arguments.json else describe(state))
+
+
+def _stop(arguments: argparse.Namespace) -> None:
+    from saguaro.supervisor.commands import stop
+
+    print(f"stopped {stop(arguments.name, now=arguments.now)}")
+
+
+def _top(arguments: argparse.Namespace) -> None:
+    from saguaro.frontend.top import top
+
+    url = arguments.url or _monitor(arguments.name)
+    top(url, interval=arguments.interval, once=arguments.once, as_json=arguments.json)
+
+
+def _monitor(name: str | None) -> str:
+    """Where the monitor of a deployment that is served on this machine is to be found; a file stands for its name."""
+    from saguaro.orchestrator.config import find_deployment, read_deployment
+    from saguaro.supervisor.commands import status
+
+    if name and name.endswith((".yaml", ".yml")):
+        name = read_deployment(find_deployment(name)).name
+    return status(name).addresses["health"].removesuffix("/health")
+
+
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, order: dict[str, Any]) -> None:
     """The same prompt in ar, sd and ssd on one running deployment."""
     modes: tuple[Mode, ...] = ("ar", "sd", "ssd")
@@ -198,6 +245,16 @@ def _line(stats: RequestStats) -> str:
         ("first token {:.0f} ms", stats.ttft_ms),
     ]
     return f"[{stats.mode}] " + ", ".join(text.format(value) for text, value in figures if value is not None)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.01 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"must be between 0.01 and 3600 seconds, got {text!r}")
+    return value
 
 
 def _store(arguments: argparse.Namespace) -> Path:
@@ -287,6 +344,30 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
 
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
+
+    serve = command("serve", _serve, "serve a deployment over HTTP, gRPC and the OpenAI API", "saguaro serve tiny")
+    serve.add_argument("deployment", help="a .yaml file or a shipped name")
+    serve.add_argument("--detach", action="store_true", help="in the background; returns when it is ready")
+    serve.add_argument("--log-file", metavar="FILE", help="log there too; with --detach instead of the default place")
+    serve.add_argument("--no-openai", dest="openai", action="store_false", help="without the OpenAI front end")
+
+    name_help = "the deployment's `name:`; may be left out when only one is served"
+    status = command("status", _status, "parts, health and addresses of a served deployment", "saguaro status --json")
+    status.add_argument("name", nargs="?", metavar="NAME", help=name_help)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+
+    stop = command("stop", _stop, "stop a served deployment when its requests are finished", "saguaro stop tiny")
+    stop.add_argument("name", nargs="?", metavar="NAME", help=name_help)
+    stop.add_argument("--now", action="store_true", help="end running requests instead of waiting for them")
+
+    top = command("top", _top, "watch a served deployment", "saguaro top")
+    top.add_argument("name", nargs="?", metavar="NAME", help=name_help + ", or its .yaml file")
+    top.add_argument("--url", metavar="URL", help="of a deployment elsewhere: its monitor, http://HOST:8003")
+    top.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    top.add_argument("--once", action="store_true", help="one frame, of one interval")
+    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
     return parser
 
 

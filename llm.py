@@ -10,13 +10,12 @@ with LLM() as llm:
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -24,13 +23,12 @@ from saguaro.errors import ConfigError
 from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.launch import Launcher
+from saguaro.orchestrator.loop_thread import LoopThread
 from saguaro.orchestrator.metrics import RequestStats
+from saguaro.orchestrator.prompts import Prompt, encode_prompt
 from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.service_protocol import Status
 from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
-
-T = TypeVar("T")
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -58,38 +56,6 @@ class Result:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
 
 
-class _LoopThread:
-    """An event loop in a thread, so that blocking calls work anywhere, also where a loop is running already."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; interrupted, it takes the work down with it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """End what an interrupt may have left under way, then the loop."""
-
-        async def end_all() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.run(end_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 class LLM:
     """A deployment for as long as the object lives: use it as a context manager, or call `close`.
 
@@ -111,7 +77,7 @@ class LLM:
         target, draft = build_engines(config, path, store)
         self._tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
         self._launcher = Launcher(config, target, draft)
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._exit = ExitStack()
         self._exit.callback(self._loop.close)
         with ExitStack() as failed:
@@ -135,6 +101,10 @@ class LLM:
     def status(self) -> Status:
         """What the service is doing now."""
         return self._loop.run(self._launcher.client.status())
+
+    def metrics(self) -> str:
+        """The service's metrics in Prometheus' text format; docs/metrics.md says what they mean."""
+        return self._loop.run(self._launcher.client.metrics())
 
     def generate(
         self,
@@ -207,13 +177,7 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; a chat goes through the model's chat template."""
-        if isinstance(prompt, str):
-            return list(self._tokenizer.encode(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
-            if self._tokenizer.chat_template is None:
-                raise ConfigError("this model has no chat template: give the prompt as text (--raw)")
-            return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-        return list(prompt)  # type: ignore[arg-type]
+        return encode_prompt(self._tokenizer, prompt)
 
     async def _chunks(
         self, ids: list[int], params: SamplingParams, echo: bool, options: dict[str, Any]
@@ -223,12 +187,7 @@ class LLM:
             yield Chunk(self._tokenizer.decode(ids, skip_special_tokens=True), ids)
         async with aclosing(self._launcher.client.stream(ids, params, **options)) as events:
             async for event in events:
-                visible = event.tokens
-                if event.finish_reason == "stop" and not params.include_stop_str_in_output:
-                    visible = [token for token in event.tokens if token not in params.stop_token_ids]  # only the last
-                piece = "".join(map(text.push, visible))
-                if event.finish_reason:
-                    piece += text.finish()
+                piece = text.push_round(event.tokens, event.finish_reason)
                 yield Chunk(piece, event.tokens, event.finish_reason, event.stats, tuple(event.spans), event.logprobs)
 
 

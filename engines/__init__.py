@@ -7,12 +7,14 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from saguaro.engines.base import Engine
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.schema import nearest
 from saguaro.errors import EngineError
+
+if TYPE_CHECKING:  # whoever reads a manifest needs no torch
+    from saguaro.engines.base import Engine
 
 # Name in the manifest -> module:class. The class has `load(directory, **options) -> Engine`.
 ENGINES: Mapping[str, str] = MappingProxyType({"pytorch": "saguaro.engines.pytorch:PytorchEngine"})

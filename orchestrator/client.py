@@ -12,10 +12,11 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -25,8 +26,12 @@ from saguaro import errors
 from saguaro.orchestrator.service_protocol import (
     Cancel,
     Command,
+    Drain,
+    Event,
     Failed,
+    GetMetrics,
     GetStatus,
+    Metrics,
     Shutdown,
     Status,
     Submit,
@@ -39,6 +44,15 @@ from saguaro.orchestrator.types import Mode, SamplingParams
 _POLL = 0.1  # seconds between two looks at whether the service's processes are there
 _NO_TIME = 1e-9  # seconds; a request whose time is over still gets its end from the service
 _SILENCE = 1.0  # seconds without an event after which the service is asked who it is
+
+
+T = TypeVar("T")
+
+
+def _answer(waiting: Iterable[asyncio.Future[T]], value: T) -> None:
+    for answer in waiting:
+        if not answer.done():
+            answer.set_result(value)
 
 
 def _no_check() -> None:
@@ -73,6 +87,7 @@ class Client:
         self._numbers = itertools.count()
         self._requests: dict[int, _Request] = {}
         self._statuses: deque[asyncio.Future[Status]] = deque()
+        self._metrics: deque[asyncio.Future[str]] = deque()
         self._epoch: int | None = None  # of the service the requests were submitted to
         self._failure: Exception | None = None  # why nothing can be received any more
         self._context = zmq.asyncio.Context()
@@ -123,16 +138,15 @@ class Client:
 
     async def status(self, timeout: float = 30.0) -> Status:
         """Raises LinkError when the service does not answer in time."""
-        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
-        self._statuses.append(answer)
-        await self._send(GetStatus())
-        try:
-            return await asyncio.wait_for(answer, timeout)
-        except TimeoutError:
-            raise errors.LinkError(f"the service did not answer within {timeout:g} s") from None
-        finally:
-            with suppress(ValueError):  # answered
-                self._statuses.remove(answer)
+        return await self._ask(GetStatus(), self._statuses, timeout)
+
+    async def metrics(self, timeout: float = 30.0) -> str:
+        """The service's metrics in Prometheus' text format. Raises LinkError when it does not answer in time."""
+        return await self._ask(GetMetrics(), self._metrics, timeout)
+
+    async def drain(self, *, end: bool = False) -> None:
+        """Ask the service to take no new requests; with `end`, to end those it has with a CapacityError."""
+        await self._send(Drain(end))
 
     async def shutdown(self) -> None:
         """Ask the service to stop all its processes in order."""
@@ -145,6 +159,18 @@ class Client:
         with suppress(asyncio.CancelledError):
             await self._receiver
         self._context.destroy(linger=500)
+
+    async def _ask(self, question: Command, waiting: deque[asyncio.Future[T]], timeout: float) -> T:
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiting.append(answer)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(question)  # waits where too much is queued for a service that is away
+                return await answer
+        except TimeoutError:
+            raise errors.LinkError(f"the service did not answer within {timeout:g} s") from None
+        finally:
+            waiting.remove(answer)
 
     async def _send(self, command: Command) -> None:
         if self._failure:
@@ -162,27 +188,31 @@ class Client:
                     continue
                 self._check()
                 now = time.monotonic()
-                waiting = self._requests or self._statuses
-                if not waiting:
+                busy = self._requests or self._statuses or self._metrics
+                if not busy:
                     heard = now
                 elif now - heard > self._patience:
                     raise errors.LinkError(f"the service has been silent for {self._patience:g} s")
                 elif now - asked > _SILENCE:
                     asked = now
                     await self._send(GetStatus())
+                    if self._metrics:  # asked of a service that has died meanwhile
+                        await self._send(GetMetrics())
         except (errors.SaguaroError, zmq.ZMQError) as error:
             self._failure = error
             for request in self._requests.values():
                 request.events.put_nowait(error)
-            for answer in self._statuses:
+            waiting: list[asyncio.Future[Any]] = [*self._statuses, *self._metrics]
+            for answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)
 
-    async def _sort(self, event: Tokens | Failed | Status) -> None:
+    async def _sort(self, event: Event) -> None:
+        if isinstance(event, Metrics):
+            _answer(self._metrics, event.text)
+            return
         if isinstance(event, Status):
-            for answer in self._statuses:
-                if not answer.done():
-                    answer.set_result(event)
+            _answer(self._statuses, event)
             if self._epoch not in (None, event.epoch):
                 await self._resubmit()
             self._epoch = event.epoch

@@ -96,7 +96,8 @@ class ServingConfig:
     max_batch_tokens: int = 256  # of a round: running sequences first, then chunks of prompts, at least one block's
     max_queue: int = 1024  # requests that may wait beside those that run; one more is refused at once
     start_timeout_s: int = 300
-    max_restarts: int = 3  # of each part, with growing pauses
+    max_restarts: int = 3  # of each part in a row, with growing pauses
+    grace_s: float = 30.0  # how long running requests may take to finish when the deployment is told to stop
     host: str = "127.0.0.1"  # address the ports below are bound to
     http_port: int = 8000  # Triton's HTTP; of every port, 0 takes a free one
     grpc_port: int = 8001  # Triton's gRPC
@@ -110,6 +111,7 @@ class ServingConfig:
         _check(self.max_queue >= 0, "max_queue", self.max_queue, "at least 0")
         _check(self.start_timeout_s >= 1, "start_timeout_s", self.start_timeout_s, "at least 1")
         _check(self.max_restarts >= 0, "max_restarts", self.max_restarts, "0 or more")
+        _check(self.grace_s >= 0, "grace_s", self.grace_s, "0 or more seconds")
         for name in ("http_port", "grpc_port", "triton_metrics_port", "monitor_port", "openai_port"):
             _check(0 <= getattr(self, name) <= 65535, name, getattr(self, name), "between 0 (any free port) and 65535")
 

@@ -6,9 +6,11 @@ same tokens through one of its own and gets the same answer, so that no text has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer
 
-from saguaro.orchestrator.types import SamplingParams
+from saguaro.orchestrator.types import FinishReason, SamplingParams
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not, or not yet, a character
 
@@ -23,6 +25,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._stops = params.stop
+        self._stop_token_ids = params.stop_token_ids
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._count = 0
@@ -47,6 +50,14 @@ class TextStream:
                 self._window = self._window[self._settled :]
                 self._settled, self._shown = len(self._window), len(self._decode())
         return self._release(piece)
+
+    def push_round(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
+        """The text that a round adds, all there is when it is the last. A stop token shows if a stop string would."""
+        visible = tokens
+        if finish_reason == "stop" and not self._include:
+            visible = [token for token in tokens if token not in self._stop_token_ids]  # only the last can be one
+        piece = "".join(map(self.push, visible))
+        return piece + self.finish() if finish_reason else piece
 
     def finish(self) -> str:
         """What is left when the request has ended: held-back text, and bytes that never became a character."""

@@ -9,12 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from saguaro.errors import LinkError, ProtocolError
 from saguaro.orchestrator.channels import Channel
 from saguaro.orchestrator.protocol import Answer, AnswerRow, Bye, DraftRow, Hello, Message, Round, Span, decode, encode
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class LinkCounts:
+    """What has happened on a link since it was made."""
+
+    stale_answers: int = 0  # late or foreign, and dropped
+    draft_timeouts: int = 0  # rounds whose answer did not come in time
+    branches_prepared: int = 0
 
 
 class DraftLink:
@@ -27,7 +37,7 @@ class DraftLink:
         self._round = 0
         self._suspect = False
         self.lost = False
-        self.stale_answers = 0
+        self.counts = LinkCounts()
         data = channel.receive(hello_timeout)
         if data is None:
             raise LinkError(f"the speculator connected but did not introduce itself within {hello_timeout:.0f} s")
@@ -40,7 +50,7 @@ class DraftLink:
     def ready(self) -> bool:
         """Whether a round may ask. A suspect link is looked at, without waiting, for the answer it owes."""
         if self._suspect and not self.lost and self._receive(0) is not None:
-            self.stale_answers += 1
+            self.counts.stale_answers += 1
             self._suspect = False
             _log.warning("the draft answered round %d late; speculation resumes", self._round)
         return not self.lost and not self._suspect
@@ -60,12 +70,14 @@ class DraftLink:
         if answer is None:
             if not self.lost:
                 self._suspect = True
+                self.counts.draft_timeouts += 1
                 _log.warning(
                     "the draft did not answer round %d within %.1f s; decoding goes on without speculation",
                     self._round,
                     self._timeout,
                 )
             return (), ()
+        self.counts.branches_prepared += max(0, answer.branches)
         return answer.rows, answer.spans
 
     def close(self) -> None:
@@ -86,7 +98,7 @@ class DraftLink:
                     message.body, Answer
                 ):
                     return message.body
-                self.stale_answers += 1
+                self.counts.stale_answers += 1
         except (LinkError, ProtocolError) as error:
             self._lose(error)
         return None

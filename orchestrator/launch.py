@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
+from saguaro.orchestrator.restarts import Restarts
 from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
 
 _log = logging.getLogger(__name__)
@@ -161,23 +163,35 @@ class Launcher:
 
     A group that dies is started again, a few times and with growing pauses: the draft on its own, a target rank with
     the whole deployment. Raises LaunchError naming the group that does not start; `check` raises it when the target
-    group is gone for good.
+    group is gone for good. `on_ready` is told the role of each group as soon as it can work. The runtime directory is a
+    new one in `folder`, else in the folder for temporary files.
     """
 
     client: Client
 
-    def __init__(self, config: DeploymentConfig, target_engine: Path, draft_engine: Path | None) -> None:
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        target_engine: Path,
+        draft_engine: Path | None,
+        *,
+        on_ready: Callable[[str], None] = lambda role: None,
+        folder: Path | None = None,
+    ) -> None:
         if draft_engine is not None:
             compare_token_maps(target_engine, draft_engine)
         else:
             config = replace(config, draft=None)
         self._config = config
         self._plans = _plan_groups(config, target_engine, draft_engine)
+        self._on_ready = on_ready
+        self._folder = folder
         self._groups: dict[str, _Group] = {}
+        self._restarts = {role: Restarts(config.serving.max_restarts) for role in self._plans}
         self._failure: LaunchError | None = None
 
     async def __aenter__(self) -> Launcher:
-        self.runtime = Path(tempfile.mkdtemp(prefix="saguaro-"))
+        self.runtime = Path(tempfile.mkdtemp(prefix="saguaro-", dir=self._folder))
         self._stack = AsyncExitStack()
         self._stack.callback(shutil.rmtree, self.runtime, ignore_errors=True)
         self._stack.push_async_callback(self._stop_groups, _STOP_TIMEOUT)
@@ -200,6 +214,16 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each group was started again, by role."""
+        return {role: restarts.total for role, restarts in self._restarts.items()}
+
+    def pid(self, role: str) -> int | None:
+        """The process id of a group's mpiexec; None while the group is away."""
+        group = self._groups.get(role)
+        return group.process.pid if group and group.alive else None
 
     def check(self) -> None:
         """Raises LaunchError when the target group is gone for good."""
@@ -229,25 +253,24 @@ class Launcher:
         plan.write(self.runtime)
         for role, group in self._plans.items():
             self._groups[role] = _Group(role, self.runtime, group)
+            self._restarts[role].started()
 
     async def _watch(self) -> None:
         """Start again what has died."""
-        restarts = dict.fromkeys(self._groups, 0)
         while self._failure is None:
             await asyncio.sleep(0.1)
             role = next((role for role, group in self._groups.items() if not group.alive), None)
             if role is None:
                 continue
             death = self._groups[role].describe_death()
-            if restarts[role] >= self._config.serving.max_restarts:
+            pause = self._restarts[role].take()
+            if pause is None:
                 if role == "target":
                     self._failure = LaunchError(death)
                 else:
                     _log.warning("%s; decoding goes on without speculation for good", death)
                     await asyncio.to_thread(self._groups.pop(role).stop, 0.0)
                 continue
-            pause = 2.0 ** restarts[role] - 1
-            restarts[role] += 1
             _log.warning("%s; it is started again in %.0f s", death, pause)
             await asyncio.sleep(pause)
             try:
@@ -257,6 +280,7 @@ class Launcher:
                 else:
                     await asyncio.to_thread(self._groups[role].stop, 0.0)
                     self._groups[role] = _Group(role, self.runtime, self._plans[role])
+                    self._restarts[role].started()
             except (LaunchError, OSError) as error:
                 self._failure = LaunchError(f"the {role} group cannot be started again: {error}")
 
@@ -275,16 +299,22 @@ class Launcher:
         try:
             while (left := deadline - time.monotonic()) > 0:
                 with suppress(LinkError):
-                    if (await client.status(left)).health == "ok":
+                    health = (await client.status(left)).health
+                    if waiting_for == "target":
+                        self._on_ready("target")
+                        waiting_for = "draft"
+                    if health == "ok":
+                        if "draft" in self._groups:
+                            self._on_ready("draft")
                         return
-                    waiting_for = "draft"
                     check()
                     await asyncio.sleep(0.05)
         finally:
             await client.close()
+        said = [line for line in self._groups[waiting_for].tail if line]
         raise LaunchError(
             f"the {waiting_for} group was not ready within {timeout} s: raise serving.start_timeout_s in the "
-            "deployment, or look at its log with --verbose"
+            f"deployment, or look at its log with --verbose. Its last lines: {' | '.join(said[-6:]) or 'none'}"
         )
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.sequence import Sequence
+
+if TYPE_CHECKING:  # a client needs the figures, not the leader's torch
+    from saguaro.orchestrator.sequence import Sequence
 
 
 class Timeline:
@@ -50,6 +52,8 @@ class RequestStats:
     wait_ms: float | None  # mean time the verifier waited for the speculator in a round
     verify_ms: float | None  # mean time of a verification
     ttft_ms: float | None  # from submission to the first token
+    draft_tokens: int  # verified
+    accepted_draft_tokens: int
     near_ties: tuple[int, ...]  # greedy tokens (index in the answer) that another forward shape might choose otherwise
 
 
@@ -94,6 +98,8 @@ def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: 
         wait_ms=wait * 1e3 if wait is not None else None,
         verify_ms=verify * 1e3 if verify is not None else None,
         ttft_ms=(first - submitted) / 1e6,
+        draft_tokens=sum(record.drafted for record in rounds),
+        accepted_draft_tokens=sum(record.accepted for record in rounds),
         near_ties=tuple(
             position - sequence.request.prompt_length for position in sequence.near_ties if position < sequence.length
         ),

@@ -16,7 +16,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.types import Outcome, RequestSampling, Speculation
 
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
@@ -106,6 +106,7 @@ class Answer:
 
     rows: tuple[AnswerRow, ...]
     spans: tuple[Span, ...]
+    branches: int  # prepared since then
 
 
 @dataclass(frozen=True)

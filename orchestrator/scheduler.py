@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 
 from saguaro.errors import CapacityError, ConfigError
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.sequence import Sequence
+
+
+@dataclass
+class PrefixCounts:
+    """Tokens of admitted sequences, and those of them whose KV a pool still held."""
+
+    asked: int = 0
+    found: int = 0
+
+    def add(self, asked: int, found: int) -> None:
+        self.asked += asked
+        self.found += found
 
 
 class Scheduler:
@@ -29,13 +42,14 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.prefix_cache = {"target": PrefixCounts(), "draft": PrefixCounts()}
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ConfigError for one that could never run, CapacityError also when the queue is full.
+        """Queue a sequence. Raises ConfigError for one that could never run, CapacityError when the queue is full.
 
         Those that the next round can start do not count as queued.
         """
@@ -46,7 +60,7 @@ class Scheduler:
             )
         blocks = self._pool.blocks_for(self._end(sequence))
         if blocks > self._pool.num_blocks:
-            raise CapacityError(
+            raise ConfigError(
                 f"prompt and max_tokens need {blocks} KV blocks and the pool has "
                 f"{self._pool.num_blocks}: lower max_tokens or raise target.kv_tokens in the deployment"
             )
@@ -89,6 +103,9 @@ class Scheduler:
                 sequence.release()
                 return
             insort(self.running, self._waiting.pop(0), key=_rank)
+            self.prefix_cache["target"].add(sequence.length, sequence.target_length)
+            if sequence.mode != "ar":
+                self.prefix_cache["draft"].add(sequence.length, sequence.draft_length)
 
     def _reserve(self, sequence: Sequence, columns: int) -> bool:
         """Room for `columns` columns, at the expense of those behind in rank. False: it had to give way itself."""

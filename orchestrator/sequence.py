@@ -17,6 +17,8 @@ class RoundRecord:
 
     tokens: int  # emitted, bonus included
     hit: bool | None  # None: nothing was asked of the speculator
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # of these
 
 
 @dataclass(eq=False)

@@ -32,8 +32,12 @@ from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.service_protocol import (
     MAX_MESSAGE,
     Cancel,
+    Drain,
+    Event,
     Failed,
+    GetMetrics,
     GetStatus,
+    Metrics,
     Shutdown,
     Status,
     Submit,
@@ -42,6 +46,7 @@ from saguaro.orchestrator.service_protocol import (
     encode,
 )
 from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.telemetry import Telemetry
 from saguaro.orchestrator.types import Mode, RequestSampling, SamplingParams, TokenLogprobs
 from saguaro.orchestrator.verifier import Verifier
 
@@ -50,6 +55,7 @@ _MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
 _IDLE_MS = 20
 _COMPILING_MS = 1  # between two looks at whether a grammar is ready, when there is nothing else to do
 _COMPILE_S = 10.0  # seconds that a request waits for its grammar at most
+_LEAVING = "the deployment is shutting down and takes no more requests: send it again in a moment, or to another one"
 
 
 @dataclass
@@ -64,7 +70,9 @@ class _Request:
     deadline: float  # on the monotonic clock, in seconds
     delivered: list[int]  # tokens the client has from an earlier service
     grammar: Future[GrammarState | None] | None = None  # being compiled; the scheduler knows nothing of the request
-    first: int = 0
+    started: int = 0  # its first round, in ns
+    first: int = 0  # its first tokens
+    last: int = 0  # its latest tokens
     spans: list[Span] = field(default_factory=list)
 
 
@@ -90,26 +98,37 @@ class Service:
         self._draft_pool = draft_pool
         self._links = links
         serving = config.serving
+        # An answer without a limit of its own ends where the model's context or the pool does.
+        context = min(engine.max_model_len, engine.num_blocks * engine.block_size)
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._scheduler = Scheduler(
             self._target_pool,
             max_sequences=serving.max_sequences,
-            max_model_len=engine.max_model_len,
+            max_model_len=context,
             max_batch_tokens=serving.max_batch_tokens,
             max_queue=serving.max_queue,
         )
         self._verifier = Verifier(
             target,
-            max_model_len=engine.max_model_len,
+            max_model_len=context,
             budget=config.speculation.budget,
             max_batch_tokens=serving.max_batch_tokens,
+        )
+        self._telemetry = Telemetry(
+            config,
+            self._scheduler,
+            self._verifier,
+            target_pool=self._target_pool,
+            draft_pool=draft_pool,
+            compiling=lambda: self._compiling,
         )
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
         self._epoch = secrets.randbits(64)
         self._running = True
+        self._draining = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -134,16 +153,24 @@ class Service:
             self._context.destroy(linger=500)
 
     def _round(self, batch: list[Sequence]) -> None:
+        start = time.perf_counter_ns()
         result = self._verifier.step(batch)
         now = time.perf_counter_ns()
+        self._telemetry.round(batch, result)
         for sequence, tokens in zip(batch, result.tokens, strict=True):
             request = self._requests.get(sequence.id)
             if request is None:
                 continue  # its client vanished while this round's events were sent
+            if not request.started:
+                request.started = start
+                self._telemetry.started((start - request.submitted) / 1e9)
             if request.first:
                 request.spans.extend(result.spans)
-            elif tokens:
-                request.first = now
+            if tokens:
+                since = request.last or request.submitted
+                self._telemetry.emitted(len(tokens), (now - since) / 1e9, first=not request.first)
+                request.first = request.first or now
+                request.last = now
             if sequence.error:
                 self._drop(request)
                 self._send(request.client, Failed(request.number, "ConfigError", str(sequence.error)))
@@ -167,12 +194,19 @@ class Service:
                 request.sequence.finish_reason = "timeout"
                 self._finish(request, [], time.perf_counter_ns())
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: _Request, refused: SaguaroError | None = None) -> None:
+        """Harmless when done twice: a client that is found to be gone takes all its requests along."""
+        if self._requests.pop(request.sequence.id, None) is None:
+            return
+        if refused:
+            self._telemetry.refused(refused)
+        else:
+            reason = request.sequence.finish_reason or "cancelled"  # its client has vanished
+            self._telemetry.finished(reason, (time.perf_counter_ns() - request.submitted) / 1e9)
         if request.grammar:
             request.grammar.cancel()  # one that is being compiled ends for nobody
         else:
             self._scheduler.remove(request.sequence)
-        del self._requests[request.sequence.id]
 
     def _take_grammars(self) -> None:
         """Queue requests whose grammar is ready; refuse those whose cannot be used, or takes too long."""
@@ -193,12 +227,13 @@ class Service:
                         )
                     raise ConfigError(f"the grammar was not compiled within {_COMPILE_S:g} s: make it simpler")
             except SaguaroError as error:
-                self._drop(request)
+                self._drop(request, error)
                 self._send(request.client, Failed(request.number, type(error).__name__, str(error)))
 
     def _take_links(self) -> None:
         link = self._links()
         if link is not None:
+            self._telemetry.draft_connected(self._verifier.link)
             self._verifier.attach(link, [request.sequence for request in self._requests.values()])
             self._draft_pool.forget()
             _log.info("a draft is connected")
@@ -222,6 +257,7 @@ class Service:
                 try:
                     self._submit(client, command)
                 except SaguaroError as error:
+                    self._telemetry.refused(error)
                     self._send(client, Failed(command.request, type(error).__name__, str(error)))
             case Cancel():
                 for request in list(self._requests.values()):
@@ -230,11 +266,20 @@ class Service:
                         self._finish(request, [], time.perf_counter_ns())
             case GetStatus():
                 self._send(client, self._status())
+            case Drain(end):
+                self._draining = True
+                for request in list(self._requests.values()) if end else []:
+                    self._drop(request)
+                    self._send(request.client, Failed(request.number, "CapacityError", _LEAVING))
+            case GetMetrics():
+                self._send(client, Metrics(self._telemetry.text()))
             case Shutdown():
                 self._running = False
 
     def _submit(self, client: bytes, submit: Submit) -> None:
         """Raises ConfigError or CapacityError naming what is wrong with the request."""
+        if self._draining:
+            raise CapacityError(_LEAVING)
         limits = self._config.speculation
         mode = submit.mode or limits.mode
         lookahead = limits.lookahead if submit.lookahead is None else submit.lookahead
@@ -284,6 +329,7 @@ class Service:
             request.grammar = self._compiler.submit(self._grammars.start, params)
         else:
             self._enqueue(request)
+        self._telemetry.submitted(params, len(submit.prompt), len(submit.delivered))
         self._next_id += 1
         self._requests[sequence.id] = request
 
@@ -320,12 +366,12 @@ class Service:
             target_blocks=self._target_pool.num_blocks,
             free_draft_blocks=self._draft_pool.free_blocks,
             draft_blocks=self._draft_pool.num_blocks,
-            stale_answers=link.stale_answers if link else 0,
+            stale_answers=link.counts.stale_answers if link else 0,
             cached_target_blocks=self._target_pool.cached_blocks,
             preemptions=self._scheduler.preemptions,
         )
 
-    def _send(self, client: bytes, event: Tokens | Failed | Status) -> None:
+    def _send(self, client: bytes, event: Event) -> None:
         """Queue an event; the socket delivers it as fast as the client reads. What a request can queue is bounded by
         its max_tokens. A client that has vanished takes its requests along."""
         try:

@@ -38,6 +38,16 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Take no new request; with `end`, those that wait or run end at once with a CapacityError."""
+
+    end: bool = False
+
+
+class GetMetrics(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -76,8 +86,12 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     preemptions: int  # running requests that had to give their blocks back, since the start
 
 
-Command = Submit | Cancel | GetStatus | Shutdown
-Event = Tokens | Failed | Status
+class Metrics(msgspec.Struct, frozen=True, tag=True):
+    text: str  # in Prometheus' text format
+
+
+Command = Submit | Cancel | GetStatus | GetMetrics | Drain | Shutdown
+Event = Tokens | Failed | Status | Metrics
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

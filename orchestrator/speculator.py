@@ -36,6 +36,7 @@ class Speculator:
         self._policy = policy
         self._cache = SpeculationCache()
         self._timeline = Timeline()
+        self._branches = 0  # prepared since the last answer
         channel.send(encode(Message(0, 0, hello)))
 
     def run(self) -> None:
@@ -59,7 +60,8 @@ class Speculator:
         if asked:
             answers = self._answer(asked)
             speculations = {answer.sequence: answer.speculation for answer in answers}
-            reply = Answer(tuple(answers), self._timeline.drain())
+            reply = Answer(tuple(answers), self._timeline.drain(), self._branches)
+            self._branches = 0
             self._channel.send(encode(Message(number, deployment, reply)))
         with self._timeline.span("prepare"):
             self._prepare(rows, speculations)
@@ -91,6 +93,7 @@ class Speculator:
         fan_outs = [self._policy(trunk.row.budget, len(trunk.draft_tokens)) for trunk in trunks]
         outcomes = self._drafter.predict(trunks, fan_outs)
         prepared = self._drafter.draft(trunks, outcomes)
+        self._branches += sum(map(len, outcomes))
         self._cache.put_all(
             (row.sequence, outcome, speculation)
             for row, guessed, drafted in zip(rows, outcomes, prepared, strict=True)

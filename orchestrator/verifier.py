@@ -145,7 +145,9 @@ class Verifier:
         if outcome:
             emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
             committed = sequence.commit(emitted, self._max_model_len)
-            sequence.rounds.append(RoundRecord(len(committed), answer.hit if answer else None))
+            accepted = min(outcome.accepted, len(committed))  # an end inside the block cuts the rest off
+            hit = answer.hit if answer else None
+            sequence.rounds.append(RoundRecord(len(committed), hit, len(speculation.tokens), accepted))
         sequence.target_length = sequence.chunk_end or sequence.length - 1
         if asked and asked.length == before and (asked.prefill or answer):
             # The speculator holds this very trunk, so its KV follows the outcome and its branches stand for it.

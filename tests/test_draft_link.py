@@ -36,7 +36,7 @@ def test_an_answer_that_comes_twice_is_applied_once_and_counted() -> None:
     sequence = both.sequence([0, 1], PARAMS)
     assert both.finish([sequence])[0] == pair().run([0, 1], PARAMS, "ar")
     asked = [record for record in sequence.rounds if record.hit is not None]
-    assert both.link.stale_answers == len(asked) - 1  # the last one is still under way
+    assert both.link.counts.stale_answers == len(asked) - 1  # the last one is still under way
     assert any(record.hit for record in asked)
 
 
@@ -48,7 +48,7 @@ def test_an_answer_of_another_round_or_deployment_is_dropped_and_counted() -> No
         both = tampered(change)
         sequence = both.sequence([0, 1], PARAMS)
         assert both.finish([sequence])[0] == pair().run([0, 1], PARAMS, "ar")
-        assert both.link.stale_answers == len([r for r in sequence.rounds if r.hit is not None])
+        assert both.link.counts.stale_answers == len([r for r in sequence.rounds if r.hit is not None])
 
 
 def test_an_answer_about_another_sequence_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ import pytest
 from conftest import RANK, in_loop
 from saguaro import cli
 from saguaro.errors import ConfigError, LaunchError
+from saguaro.frontend.figures import Scrape, figures
 from saguaro.llm import LLM, build_engines
 from saguaro.orchestrator import launch
 from saguaro.orchestrator.config import find_deployment, read_deployment
@@ -79,6 +80,30 @@ def test_figures_and_free_blocks(llm: LLM) -> None:
     assert (status.health, status.mode, status.running, status.waiting) == ("ok", "ssd", 0, 0)
     assert status.free_target_blocks == status.target_blocks
     assert status.free_draft_blocks == status.draft_blocks
+
+
+def test_the_metrics_agree_with_the_figures_of_a_request(llm: LLM) -> None:
+    before = Scrape(llm.metrics())
+    result = llm.generate("def fib(n):", SamplingParams(temperature=1.0, seed=2, max_tokens=40))[0]
+    with pytest.raises(ConfigError):
+        llm.generate("x", lookahead=9)
+    after = Scrape(llm.metrics())
+    stats, found = result.stats, figures(after, before, 2.0)
+    assert stats.hit_rate  # else nothing below is worth much
+    assert (found.tokens, found.requests, found.tokens_per_second) == (40, 1, 20.0)
+    assert found.acceptance_length == pytest.approx(stats.acceptance_length)
+    assert (found.hit_rate, found.e_hit) == (pytest.approx(stats.hit_rate), pytest.approx(stats.e_hit))
+    assert found.e_miss == (stats.e_miss and pytest.approx(stats.e_miss))
+    assert found.ttft_ms == pytest.approx(stats.ttft_ms, rel=0.01)
+    assert after.growth(before, "saguaro_rounds_total") == stats.rounds
+    assert after.growth(before, "saguaro_accepted_tokens_total") == stats.accepted_draft_tokens
+    assert after.growth(before, "saguaro_draft_tokens_total") == stats.draft_tokens
+    assert after.growth(before, "saguaro_requests_refused_total", reason="invalid") == 1
+    assert after.growth(before, "saguaro_requests_finished_total", reason=result.finish_reason) == 1
+    prepared, used = (after.growth(before, f"saguaro_branches_{name}_total") for name in ("prepared", "used"))
+    assert 0 < used == after.growth(before, "saguaro_lookups_total", result="hit") < prepared
+    assert after.value("saguaro_kv_free_blocks") == after.value("saguaro_kv_blocks")
+    assert after.value("saguaro_draft_connections_total") == 1
 
 
 def test_draft_and_verify_intervals_overlap(llm: LLM) -> None:

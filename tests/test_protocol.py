@@ -58,6 +58,7 @@ bodies = st.one_of(
         st.lists(st.builds(Span, st.sampled_from(["prepare"]), st.integers(0, 9), st.integers(0, 9)), max_size=2).map(
             tuple
         ),
+        st.integers(0, 99),
     ),
     st.just(Bye()),
 )
@@ -70,13 +71,13 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 def test_golden_bytes() -> None:
     """A change here is a change of the protocol: raise its version."""
-    header = struct.pack("<4sHHQQI", b"SGRO", 1, 4, 3, 9, 1)
+    header = struct.pack("<4sHHQQI", b"SGRO", 2, 4, 3, 9, 1)
     assert encode(Message(3, 9, Bye())) == header + b"\x80"
-    answer = Answer((AnswerRow(4, True, Speculation((1, 2))),), ())
+    answer = Answer((AnswerRow(4, True, Speculation((1, 2))),), (), 5)
     assert encode(Message(1, 2, answer)).hex() == (
-        "5347524f010003000100000000000000020000000000000042000000"
-        "82a4726f77739183a873657175656e636504a3686974c3ab73706563756c6174696f6e82a6746f6b656e73920102ab"
-        "64726166745f70726f6273c0a57370616e7390"
+        "5347524f02000300010000000000000002000000000000004c000000"
+        "83a4726f77739183a873657175656e636504a3686974c3ab73706563756c6174696f6e82a6746f6b656e73920102ab"
+        "64726166745f70726f6273c0a57370616e7390a86272616e6368657305"
     )
 
 
@@ -93,10 +94,10 @@ def test_a_row_costs_a_few_hundred_bytes_and_no_kv_crosses() -> None:
     [
         (b"SG", "shorter than its header"),
         (struct.pack("<4sHHQQI", b"HTTP", 1, 4, 0, 0, 1) + b"\x80", "not a Saguaro process"),
-        (struct.pack("<4sHHQQI", b"SGRO", 7, 4, 0, 0, 1) + b"\x80", "version 7, this side 1"),
-        (struct.pack("<4sHHQQI", b"SGRO", 1, 99, 0, 0, 1) + b"\x80", "kind 99"),
-        (struct.pack("<4sHHQQI", b"SGRO", 1, 4, 0, 0, 2**31) + b"\x80", "announces 2147483648 payload bytes"),
-        (struct.pack("<4sHHQQI", b"SGRO", 1, 2, 0, 0, 1) + b"\x80", "ROUND message cannot be read"),
+        (struct.pack("<4sHHQQI", b"SGRO", 7, 4, 0, 0, 1) + b"\x80", "version 7, this side 2"),
+        (struct.pack("<4sHHQQI", b"SGRO", 2, 99, 0, 0, 1) + b"\x80", "kind 99"),
+        (struct.pack("<4sHHQQI", b"SGRO", 2, 4, 0, 0, 2**31) + b"\x80", "announces 2147483648 payload bytes"),
+        (struct.pack("<4sHHQQI", b"SGRO", 2, 2, 0, 0, 1) + b"\x80", "ROUND message cannot be read"),
     ],
 )
 def test_what_this_version_did_not_write_is_refused(data: bytes, message: str) -> None:
@@ -117,7 +118,7 @@ def test_parameters_are_checked_when_they_arrive_too() -> None:
     body["rows"][0]["request"]["params"]["temperature"] = -1.0
     payload = msgspec.msgpack.encode(body)
     with pytest.raises(ProtocolError, match="temperature"):
-        decode(struct.pack("<4sHHQQI", b"SGRO", 1, 2, 1, 1, len(payload)) + payload)
+        decode(struct.pack("<4sHHQQI", b"SGRO", 2, 2, 1, 1, len(payload)) + payload)
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

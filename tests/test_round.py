@@ -267,7 +267,7 @@ def test_a_late_draft_is_dropped_counted_and_used_again(caplog: pytest.LogCaptur
     both.channel.delay = 0
     before = len(sequence.rounds)
     assert both.finish([sequence])[0] == pair().run([0, 3], p, "ar")
-    assert both.link.stale_answers == 1
+    assert both.link.counts.stale_answers == 1
     assert {record.hit for record in sequence.rounds[before:]} >= {True}
     assert "did not answer round" in caplog.text
     assert "speculation resumes" in caplog.text

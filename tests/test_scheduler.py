@@ -192,7 +192,7 @@ def test_a_waiting_sequence_can_be_removed() -> None:
 
 
 def test_what_can_never_run_is_refused_at_once() -> None:
-    with pytest.raises(CapacityError, match="need 11 KV blocks and the pool has 10: lower max_tokens"):
+    with pytest.raises(ConfigError, match="need 11 KV blocks and the pool has 10: lower max_tokens"):
         Bench().add(21, 20)
     with pytest.raises(ConfigError, match="the prompt has 8 tokens and the context holds 8"):
         Bench(max_model_len=8).add(8, 1)

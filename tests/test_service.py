@@ -177,6 +177,9 @@ async def test_a_vanished_client_takes_its_requests_along(socket: Path) -> None:
         while (status := await client.status()).running + status.waiting:
             await asyncio.sleep(0.01)
         assert status.free_target_blocks == 20
+        text = await client.metrics()
+        assert 'saguaro_requests_finished_total{reason="cancelled"} 5.0' in text
+        assert 'saguaro_requests_finished_total{reason="stop"} 1.0' in text
 
 
 @in_loop
@@ -235,6 +238,11 @@ async def test_a_full_queue_refuses_and_serves_the_others(socket: Path) -> None:
         assert all("serving.max_queue is 16" in str(error) for error in refused)
         assert len(served) >= 18
         assert len(refused) >= 1
+        text = await client.metrics()
+        assert f'saguaro_requests_refused_total{{reason="capacity"}} {len(refused)}.0' in text
+        assert f'saguaro_requests_finished_total{{reason="length"}} {len(served)}.0' in text
+        assert f"saguaro_generated_tokens_total {60 * len(served)}.0" in text
+        assert f"saguaro_queue_seconds_count {len(served)}.0" in text
 
 
 @in_loop
@@ -381,6 +389,8 @@ async def test_a_service_that_does_not_answer_is_said(tmp_path: Path) -> None:
     async with connect(tmp_path / "nobody") as client:
         with pytest.raises(LinkError, match="did not answer within 0.2 s"):
             await client.status(timeout=0.2)
+        with pytest.raises(LinkError, match="did not answer within 0.2 s"):
+            await client.metrics(timeout=0.2)
 
 
 @in_loop
@@ -391,3 +401,44 @@ async def test_a_service_that_falls_silent_ends_every_stream(tmp_path: Path) -> 
     with pytest.raises(LinkError):  # and those that come later
         await tokens(client, [0])
     await client.close()
+
+
+@in_loop
+async def test_a_draining_service_finishes_what_it_has_and_takes_nothing_new(socket: Path) -> None:
+    async with connect(socket) as client:
+        alone = await tokens(client, [0], ENDLESS)
+        stream = client.stream([0], ENDLESS)
+        first = await anext(stream)
+        await client.drain()
+        with pytest.raises(CapacityError, match="shutting down"):
+            await tokens(client, [1])
+        assert first.tokens + [token async for event in stream for token in event.tokens] == alone
+
+
+def test_draining_at_once_ends_what_runs_with_the_reason(tmp_path: Path) -> None:
+    async def drain() -> None:
+        async with connect(tmp_path / "slow") as client:
+            streams = [client.stream([0], ENDLESS) for _ in range(3)]  # two run, one waits
+            waiting = [asyncio.create_task(_all(stream)) for stream in streams]
+            while (await client.status()).running != 2:
+                await asyncio.sleep(0.01)
+            await client.drain(end=True)
+            for ended in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(ended, CapacityError)
+                assert "shutting down" in str(ended)
+            status = await client.status()
+            assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, status.target_blocks)
+
+    with service(tmp_path / "slow") as slow:
+        step = slow._round
+
+        def slowly(batch: list[Sequence]) -> None:
+            time.sleep(0.02)
+            step(batch)
+
+        slow._round = slowly  # type: ignore[method-assign]
+        asyncio.run(drain())
+
+
+async def _all(stream: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in stream]

@@ -1,0 +1,93 @@
+"""Metrics of what the leader's objects know anyway, read at the moment of asking: they cost a round nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+import saguaro
+from saguaro.orchestrator.config import DeploymentConfig
+from saguaro.orchestrator.draft_link import LinkCounts
+from saguaro.orchestrator.kv_blocks import BlockPool
+from saguaro.orchestrator.scheduler import Scheduler
+from saguaro.orchestrator.types import Mode
+from saguaro.orchestrator.verifier import Verifier
+
+
+@dataclass(eq=False)
+class Levels:
+    """Queue, blocks, prefix cache, link and mode as metric families."""
+
+    config: DeploymentConfig
+    scheduler: Scheduler
+    verifier: Verifier
+    pools: dict[str, BlockPool]
+    past_links: list[LinkCounts]  # of links that have been replaced
+
+    def collect(self) -> Iterable[Metric]:
+        info = InfoMetricFamily("saguaro_build", "The release that runs")
+        info.add_metric([], {"version": saguaro.__version__})
+        return [info, *self._load(), *self._memory(), *self._drafting()]
+
+    def _load(self) -> Iterable[Metric]:
+        scheduler = self.scheduler
+        yield GaugeMetricFamily("saguaro_requests_running", "Requests in the batch", len(scheduler.running))
+        yield GaugeMetricFamily("saguaro_requests_waiting", "Requests in the queue", scheduler.waiting)
+        yield GaugeMetricFamily(
+            "saguaro_queue_limit", "Requests that may wait: serving.max_queue", self.config.serving.max_queue
+        )
+        yield CounterMetricFamily(
+            "saguaro_preemptions", "Running requests that had to give their blocks back", scheduler.preemptions
+        )
+        queries = CounterMetricFamily(
+            "saguaro_prefix_cache_queries", "Tokens of admitted requests looked up in the prefix cache", labels=["pool"]
+        )
+        hits = CounterMetricFamily(
+            "saguaro_prefix_cache_hits", "Tokens whose KV was found in the prefix cache", labels=["pool"]
+        )
+        for pool, counts in scheduler.prefix_cache.items():
+            queries.add_metric([pool], counts.asked)
+            hits.add_metric([pool], counts.found)
+        yield queries
+        yield hits
+
+    def _memory(self) -> Iterable[Metric]:
+        for name, text in (
+            ("num_blocks", "KV blocks of a pool"),
+            ("free_blocks", "KV blocks that no request holds, cached ones included"),
+            ("cached_blocks", "KV blocks that hold a prefix a prompt may share"),
+        ):
+            family = GaugeMetricFamily(f"saguaro_kv_{name.removeprefix('num_')}", text, labels=["pool"])
+            for pool, blocks in self.pools.items():
+                family.add_metric([pool], getattr(blocks, name))
+            yield family
+
+    def _drafting(self) -> Iterable[Metric]:
+        speculation = self.config.speculation
+        link = self.verifier.link
+        connected = link is not None and not link.lost
+        effective: Mode = speculation.mode if connected else "ar"
+        mode = GaugeMetricFamily("saguaro_mode", "1 for the mode that new requests get now", labels=["mode"])
+        for name in get_args(Mode):
+            mode.add_metric([name], name == effective)
+        yield mode
+        yield GaugeMetricFamily("saguaro_lookahead", "Draft tokens in a speculation at most", speculation.lookahead)
+        fan_out = GaugeMetricFamily(
+            "saguaro_fan_out", "Bonus tokens guessed for each number of accepted tokens", labels=["accepted"]
+        )
+        for accepted, count in enumerate(speculation.policy(speculation.budget, speculation.lookahead).counts):
+            fan_out.add_metric([str(accepted)], count)
+        yield fan_out
+        wanted = speculation.mode != "ar"
+        yield GaugeMetricFamily("saguaro_draft_wanted", "1 if the deployment speculates", wanted)
+        yield GaugeMetricFamily("saguaro_draft_connected", "1 while a speculator is connected", connected)
+        counts = [*self.past_links, *([link.counts] if link else [])]
+        for name, text in (
+            ("stale_answers", "Answers of the draft that came too late or were foreign, and were dropped"),
+            ("draft_timeouts", "Rounds whose answer did not come within speculation.deadline_ms"),
+            ("branches_prepared", "Continuations the speculator has drafted ahead"),
+        ):
+            yield CounterMetricFamily(f"saguaro_{name}", text, sum(getattr(count, name) for count in counts))

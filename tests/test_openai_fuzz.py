@@ -1,0 +1,153 @@
+"""Whatever is sent, the OpenAI front end answers with a status below 500, and it answers the next request as ever.
+
+`SAGUARO_FUZZ` has the number of examples for each endpoint and kind of input; the soak test asks for many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from openai_server import MODEL, RunningServer, engine_folder, front_end
+from saguaro.frontend.openai_schema import ChatRequest, CompletionRequest
+from scripted_triton import Inputs, ScriptedTriton, chunk, scripted_triton
+
+EXAMPLES = int(os.environ.get("SAGUARO_FUZZ", "100"))
+OPTIONS = settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+async def answer(triton: ScriptedTriton, name: str, inputs: Inputs) -> AsyncIterator[dict]:
+    for index in range(inputs["num_return_sequences"][0]):
+        yield chunk("text", answer=index, end="stop")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """In a loop and thread of its own; schemathesis is not asynchronous."""
+    engine = engine_folder(tmp_path_factory.mktemp("engine"))
+    started, stop = threading.Event(), threading.Event()
+    found: list[RunningServer] = []
+
+    async def run() -> None:
+        async with (
+            scripted_triton(answer) as triton,
+            front_end(triton.address, engine, max_body_bytes=100_000) as running,
+        ):
+            found.append(running)
+            started.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    assert started.wait(20)
+    yield found[0]
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+        well = client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
+        assert well.json()["choices"][0]["text"] == "text"
+
+
+def check(response: httpx.Response) -> None:
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert "Traceback" not in error["message"]
+        assert len(error["message"]) < 2000
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+
+
+def test_bodies_made_from_the_schema(server: RunningServer, client: httpx.Client) -> None:
+    schema = schemathesis.openapi.from_dict(server.app.openapi()).include(method="POST")
+    schema.config.update(base_url=server.url)
+    statuses: set[int] = set()
+    for operation in schema.get_all_operations():
+        for mode in GenerationMode:
+
+            @settings(OPTIONS, max_examples=EXAMPLES // 5)  # schemathesis is slow
+            @given(case=operation.ok().as_strategy(generation_mode=mode))
+            def run(case: Any) -> None:
+                if isinstance(case.body, dict):
+                    case.body["model"] = MODEL
+                response = case.call_and_validate(checks=[not_a_server_error])
+                statuses.add(response.status_code)
+
+            run()
+    assert statuses == {200, 400}
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400, 0.1, 1e308, -0.0])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+)
+
+
+def bodies(model: type) -> st.SearchStrategy[dict]:
+    """Right bodies with a few fields of anything, known names and unknown ones."""
+    names = st.sampled_from([*model.model_fields, *model.refused]) | st.text(max_size=9)
+    right: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+    right = {name: value for name, value in right.items() if name in model.model_fields}
+    return st.dictionaries(names, values, min_size=1, max_size=3).map(lambda wrong: right | wrong)
+
+
+@pytest.mark.parametrize(("path", "model"), [("chat/completions", ChatRequest), ("completions", CompletionRequest)])
+def test_fields_of_anything(client: httpx.Client, path: str, model: type) -> None:
+    @OPTIONS
+    @given(body=bodies(model))
+    def run(body: dict) -> None:
+        check(client.post(f"/v1/{path}", json=body))
+
+    run()
+
+
+def test_bytes_of_anything(client: httpx.Client) -> None:
+    start = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+
+    @OPTIONS
+    @given(data=st.binary(max_size=200), cut=st.integers(0, len(start)), kind=st.sampled_from(["json", "x-other"]))
+    def run(data: bytes, cut: int, kind: str) -> None:
+        body = start[:cut] + data + start[cut:]
+        check(client.post("/v1/completions", content=body, headers={"content-type": f"application/{kind}"}))
+
+    run()
+
+
+def test_large_things(client: httpx.Client) -> None:
+    for size in (50_000, 1_000_000, 10_000_000):
+        check(client.post("/v1/completions", json={"model": MODEL, "prompt": "a" * size}))
+        check(client.post("/v1/completions", json={"model": MODEL, "prompt": [1] * (size // 4)}))
+    deep: Any = {}
+    for _ in range(500):
+        deep = {"a": deep}
+    check(client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "structured_outputs": {"json": deep}}))
+    check(client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "x" * 50_000: 1}))
