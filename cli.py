@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from saguaro import __version__
 from saguaro.errors import SaguaroError
@@ -96,20 +96,20 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     params = _sampling(arguments)
     prompt = arguments.prompt if arguments.raw else [{"role": "user", "content": arguments.prompt}]
+    order: dict[str, Any] = {"priority": arguments.priority, "timeout_s": arguments.timeout}
     with _llm(arguments) as llm:
         if arguments.compare:
-            _compare(llm, prompt, params, arguments.json)
+            _compare(llm, prompt, params, arguments.json, order)
             return
         if arguments.json:
-            results = llm.generate(
-                prompt, replace(params, n=arguments.n), trace=arguments.trace is not None, echo=arguments.echo
-            )
+            many = replace(params, n=arguments.n)
+            results = llm.generate(prompt, many, trace=arguments.trace is not None, echo=arguments.echo, **order)
             spans = tuple(span for result in results for span in result.spans)
             answers = [_as_json(result) for result in results]
             print(json.dumps(answers[0] if arguments.n == 1 else answers))
         else:
             many = replace(params, n=arguments.n)
-            for chunk in llm.stream(prompt, many, trace=arguments.trace is not None, echo=arguments.echo):
+            for chunk in llm.stream(prompt, many, trace=arguments.trace is not None, echo=arguments.echo, **order):
                 print(chunk.text, end="", flush=True)
             if chunk.stats is None:
                 raise SaguaroError("the stream ended without its figures")
@@ -153,10 +153,19 @@ def _stop(arguments: argparse.Namespace) -> None:
 
 def _top(arguments: argparse.Namespace) -> None:
     from saguaro.frontend.top import top
+
+    url = arguments.url or _monitor(arguments.name)
+    top(url, interval=arguments.interval, once=arguments.once, as_json=arguments.json)
+
+
+def _monitor(name: str | None) -> str:
+    """Where the monitor of a deployment that is served on this machine is to be found; a file stands for its name."""
+    from saguaro.orchestrator.config import find_deployment, read_deployment
     from saguaro.supervisor.commands import status
 
-    url = arguments.url or status(arguments.name).addresses["health"].removesuffix("/health")
-    top(url, interval=arguments.interval, once=arguments.once, as_json=arguments.json)
+    if name and name.endswith((".yaml", ".yml")):
+        name = read_deployment(find_deployment(name)).name
+    return status(name).addresses["health"].removesuffix("/health")
 
 
 def _load(arguments: argparse.Namespace) -> None:
@@ -178,10 +187,10 @@ def _load(arguments: argparse.Namespace) -> None:
     )
 
 
-def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool) -> None:
+def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, order: dict[str, Any]) -> None:
     """The same prompt in ar, sd and ssd on one running deployment."""
     modes: tuple[Mode, ...] = ("ar", "sd", "ssd")
-    results = {mode: llm.generate(prompt, params, mode=mode)[0] for mode in modes}
+    results = {mode: llm.generate(prompt, params, mode=mode, **order)[0] for mode in modes}
     agree = len({tuple(result.token_ids) for result in results.values()}) == 1
     if as_json:
         print(json.dumps({"agree": agree, "runs": [_as_json(result) for result in results.values()]}))
@@ -349,6 +358,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--trace", metavar="FILE", help="write a Chrome trace: the overlap of both roles can be seen")
     generate.add_argument("--echo", action="store_true", help="begin with the prompt")
     generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; with --json a list of as many")
+    generate.add_argument("--priority", type=int, default=0, metavar="N", help="lower goes first (default 0)")
+    generate.add_argument("--timeout", type=float, metavar="S", help="end after this many seconds with what there is")
     generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
 
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
@@ -363,15 +374,6 @@ def _parser() -> argparse.ArgumentParser:
     status = command("status", _status, "parts, health and addresses of a served deployment", "saguaro status --json")
     status.add_argument("name", nargs="?", metavar="NAME", help=name_help)
     status.add_argument("--json", action="store_true", help="print one JSON object")
-
-    top = command("top", _top, "watch a served deployment", "saguaro top qwen-coder-cpu")
-    top.add_argument("name", nargs="?", metavar="NAME", help=name_help)
-    top.add_argument("--url", metavar="URL", help="its monitor, instead of what the deployment says: http://host:8003")
-    top.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
-    )
-    top.add_argument("--once", action="store_true", help="one frame, of one interval")
-    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
 
     load = command(
         "load", _load, "load a served deployment with perf_analyzer", "saguaro load tiny --concurrency 1 2 4 8"
@@ -397,6 +399,15 @@ def _parser() -> argparse.ArgumentParser:
     stop = command("stop", _stop, "stop a served deployment when its requests are finished", "saguaro stop tiny")
     stop.add_argument("name", nargs="?", metavar="NAME", help=name_help)
     stop.add_argument("--now", action="store_true", help="end running requests instead of waiting for them")
+
+    top = command("top", _top, "watch a served deployment", "saguaro top")
+    top.add_argument("name", nargs="?", metavar="NAME", help=name_help + ", or its .yaml file")
+    top.add_argument("--url", metavar="URL", help="of a deployment elsewhere: its monitor, http://HOST:8003")
+    top.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    top.add_argument("--once", action="store_true", help="one frame, of one interval")
+    top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
     return parser
 
 

@@ -102,6 +102,10 @@ class LLM:
         """What the service is doing now."""
         return self._loop.run(self._launcher.client.status())
 
+    def metrics(self) -> str:
+        """The service's metrics in Prometheus' text format; docs/metrics.md says what they mean."""
+        return self._loop.run(self._launcher.client.metrics())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -111,14 +115,18 @@ class LLM:
         lookahead: int | None = None,
         trace: bool = False,
         echo: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> list[Result]:
         """`params.n` results per prompt, in order. A prompt is text, token ids, or a chat (role and content).
 
         With `echo` text and tokens of a result begin with the prompt's; log probabilities are of the answer's tokens.
+        A lower `priority` goes first. An answer that takes longer than `timeout_s` seconds, waiting included, ends with
+        what it has and the finish reason "timeout".
         """
         many = [prompts] if _is_one(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
-        options = {"mode": mode, "lookahead": lookahead, "trace": trace}
+        options = _options(mode, lookahead, trace, priority, timeout_s)
 
         async def all_results() -> list[Result]:
             tasks = [
@@ -143,15 +151,18 @@ class LLM:
         lookahead: int | None = None,
         trace: bool = False,
         echo: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
         """A chunk per round. Text never ends inside a character or a stop string: what is incomplete waits.
 
-        With `echo` the prompt is the first chunk. Raises ConfigError for `params.n` above 1.
+        With `echo` the prompt is the first chunk; `priority` and `timeout_s` are as in `generate`.
+        Raises ConfigError for `params.n` above 1.
         """
         params = params or SamplingParams()
         if params.n != 1:
             raise ConfigError(f"a stream has one answer, and n is {params.n}: stream each of params.samples()")
-        options = {"mode": mode, "lookahead": lookahead, "trace": trace}
+        options = _options(mode, lookahead, trace, priority, timeout_s)
         chunks = self._chunks(self.encode(prompt), params, echo, options)
 
         async def following() -> Chunk | None:
@@ -210,6 +221,13 @@ def _with_overrides(config: DeploymentConfig, mode: Mode | None, lookahead: int 
     if lookahead is not None:
         speculation = replace(speculation, lookahead=lookahead)
     return replace(config, speculation=speculation)
+
+
+def _options(
+    mode: Mode | None, lookahead: int | None, trace: bool, priority: int, timeout_s: float | None
+) -> dict[str, Any]:
+    """How a request is to be run, for `Client.stream`."""
+    return {"mode": mode, "lookahead": lookahead, "trace": trace, "priority": priority, "timeout_s": timeout_s}
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

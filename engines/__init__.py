@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,11 @@ if TYPE_CHECKING:  # whoever reads a manifest needs no torch
 ENGINES: Mapping[str, str] = MappingProxyType({"pytorch": "saguaro.engines.pytorch:PytorchEngine"})
 
 
-def load_engine(directory: Path, **options: Any) -> Engine:
+def load_engine(directory: Path, *, deterministic: bool = False, **options: Any) -> Engine:
     """The engine of an engine directory; `options` are its class's, such as `block_size` and `num_blocks`.
 
-    Raises EngineError when the directory names an engine that cannot be loaded this way, and what its `load` raises.
+    `deterministic`: a row's logits are not to depend on the batch. Raises EngineError when the directory names an
+    engine that cannot do that, or cannot be loaded this way, and what its `load` raises.
     """
     name = Manifest.load(directory).engine
     if name not in ENGINES:
@@ -31,5 +33,13 @@ def load_engine(directory: Path, **options: Any) -> Engine:
             f"known: {', '.join(ENGINES)}. Build it for one of them."
         )
     module, _, attribute = ENGINES[name].partition(":")
-    engine: Engine = getattr(import_module(module), attribute).load(directory, **options)
+    load = getattr(import_module(module), attribute).load
+    if deterministic:
+        if "deterministic" not in signature(load).parameters:
+            raise EngineError(
+                f"{directory}: speculation.deterministic is set, but the logits of the engine {name!r} depend on what "
+                "else is in the batch. Take the key out, or build the target for the engine 'pytorch'."
+            )
+        options["deterministic"] = True
+    engine: Engine = load(directory, **options)
     return engine

@@ -18,13 +18,14 @@ from transformers import AttentionInterface
 
 from saguaro.engines.base import ForwardBatch, ForwardOutput
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
+from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.int8 import Int8Linear, quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
 from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
-from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_attention
+from saguaro.plugins.attention import MAX_ROWS, AttentionPlan, fan_out_attention, plan_attention
 
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
@@ -42,6 +43,7 @@ class _Step:
     pool: KvPool
     slots: Tensor
     plan: AttentionPlan
+    part: FixedRows | None  # of which the forward is; None: all rows of the batch, and no others
 
 
 class PytorchEngine:
@@ -49,6 +51,9 @@ class PytorchEngine:
 
     In a tensor-parallel `group`, `model` is this rank's share, joined to the others; the leader's `forward` reaches all
     ranks and has the logits, those of a follower are a part of them.
+
+    `deterministic`: the logits of a causal batch's row are the same bits in any batch (see `fixed_rows`). A batch under
+    a fan-out, which only a draft gets, is computed as ever.
 
     Raises EngineError for a model it would not compute exactly, CapacityError when the KV pool does not fit.
     """
@@ -62,6 +67,7 @@ class PytorchEngine:
         block_size: int,
         num_blocks: int,
         group: TensorParallel | None = None,
+        deterministic: bool = False,
     ) -> None:
         check_config(model.config, max_model_len)
         if vocab_size > model.config.vocab_size:
@@ -74,6 +80,7 @@ class PytorchEngine:
         model.set_attn_implementation(_ATTENTION)
         self._model = model.eval()
         self._group = group
+        self._deterministic = deterministic
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
         self._pool = KvPool(
@@ -85,10 +92,18 @@ class PytorchEngine:
         self.num_blocks = num_blocks
         int8 = any(isinstance(module, Int8Linear) for module in model.modules())
         self.logit_tolerance = _INT8_TOLERANCE if int8 else _TOLERANCES[self._dtype]
+        if deterministic:
+            self.logit_tolerance = 0.0
 
     @classmethod
     def load(
-        cls, directory: Path, *, block_size: int, num_blocks: int, group: TensorParallel | None = None
+        cls,
+        directory: Path,
+        *,
+        block_size: int,
+        num_blocks: int,
+        group: TensorParallel | None = None,
+        deterministic: bool = False,
     ) -> PytorchEngine:
         """The engine of a directory built by `saguaro build`; in a group, this rank's part of it.
 
@@ -126,21 +141,28 @@ class PytorchEngine:
             block_size=block_size,
             num_blocks=num_blocks,
             group=group,
+            deterministic=deterministic,
         )
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""
-        plan = self._plan(batch)
+        parts = fixed_rows(batch) if self._deterministic and batch.fan_out is None else []
+        plans = [self._plan(part.batch, max_rows=1) for part in parts] or [self._plan(batch)]
         if self._group is not None and self._group.leads:
             self._group.send(batch)  # after what it cannot run has been refused: followers get nothing they cannot run
-        with torch.inference_mode():
-            hidden = self._hidden(batch, plan)  # [L, hidden]
-        # Outside inference mode: the logits are an ordinary tensor, which the caller may change in place.
-        with torch.no_grad():
-            logits = self._model.get_output_embeddings()(hidden)[:, : self.vocab_size]
-            return ForwardOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        if not parts:
+            return ForwardOutput(self._logits(self._hidden(batch, plans[0])[batch.logit_rows.to(self._device)]))
+        logits = []
+        for part, plan in zip(parts, plans, strict=True):
+            hidden = self._hidden(part.batch, plan, part)
+            if part.logits:  # the head, too, always has ROWS rows
+                logits.append(self._logits(hidden)[part.places[part.batch.logit_rows]])
+        if not logits:
+            return ForwardOutput(self._logits(hidden[:0]))
+        order = torch.tensor([index for part in parts for index in part.logits]).argsort()
+        return ForwardOutput(torch.cat(logits)[order])
 
-    def _plan(self, batch: ForwardBatch) -> AttentionPlan:
+    def _plan(self, batch: ForwardBatch, max_rows: int = MAX_ROWS) -> AttentionPlan:
         last = int(batch.positions.max())
         if last >= self.max_model_len:
             raise EngineError(
@@ -153,19 +175,31 @@ class PytorchEngine:
             self.block_size,
             batch.positions if batch.fan_out is None else batch.fan_out,
             self._device,
+            max_rows,
         )
 
-    def _hidden(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor:
-        """Final hidden states of the rows whose logits are wanted; KV of all rows is written."""
-        embedded = self._model.get_input_embeddings()(batch.token_ids.to(self._device)).to(self._dtype)
-        output = self._model.base_model(
-            inputs_embeds=embedded[None],
-            position_ids=batch.positions.to(self._device)[None],
-            use_cache=False,
-            step=_Step(self._pool, batch.slots.to(self._device), plan),
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden[batch.logit_rows.to(self._device)]
+    def _hidden(self, batch: ForwardBatch, plan: AttentionPlan, part: FixedRows | None = None) -> Tensor:
+        """Final hidden states [N, hidden] of all rows, in their places if they are a part; their KV is written."""
+        token_ids, positions = batch.token_ids, batch.positions
+        if part is not None:
+            token_ids, positions = part.spread(token_ids), part.spread(positions)
+        with torch.inference_mode():
+            embedded = self._model.get_input_embeddings()(token_ids.to(self._device)).to(self._dtype)
+            output = self._model.base_model(
+                inputs_embeds=embedded[None],
+                position_ids=positions.to(self._device)[None],
+                use_cache=False,
+                step=_Step(self._pool, batch.slots.to(self._device), plan, part),
+            )
+            hidden: Tensor = output.last_hidden_state[0]
+            return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[L, hidden] -> [L, vocab_size], in float32 or wider."""
+        # Outside inference mode: the logits are an ordinary tensor, which the caller may change in place.
+        with torch.no_grad():
+            logits: Tensor = self._model.get_output_embeddings()(hidden)[:, : self.vocab_size]
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _computed(dtype: str) -> torch.dtype:
@@ -200,8 +234,11 @@ def _paged_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention in every layer: store the rows' KV, then attend over the pool."""
     layer = int(module.layer_idx)
-    step.pool.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = fan_out_attention(
-        query[0].transpose(0, 1), step.pool.keys[layer], step.pool.values[layer], step.plan, scaling
-    )
+    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [N, H, D]
+    if step.part is not None:
+        rows = [states[step.part.places] for states in rows]  # what is in no place has no KV and sees none
+    step.pool.write(layer, step.slots, *rows[1:])
+    output = fan_out_attention(rows[0], step.pool.keys[layer], step.pool.values[layer], step.plan, scaling)
+    if step.part is not None:
+        output = step.part.spread(output)
     return output[None], None  # [1, N, H, D]

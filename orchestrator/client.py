@@ -42,6 +42,7 @@ from saguaro.orchestrator.service_protocol import (
 from saguaro.orchestrator.types import Mode, SamplingParams
 
 _POLL = 0.1  # seconds between two looks at whether the service's processes are there
+_NO_TIME = 1e-9  # seconds; a request whose time is over still gets its end from the service
 _SILENCE = 1.0  # seconds without an event after which the service is asked who it is
 
 
@@ -61,8 +62,16 @@ def _no_check() -> None:
 @dataclass
 class _Request:
     submit: Submit
+    submitted: float  # on the monotonic clock, in seconds
     delivered: list[int] = field(default_factory=list)
     events: asyncio.Queue[Tokens | Exception] = field(default_factory=asyncio.Queue)
+
+    def resubmit(self) -> Submit:
+        """For another service: with the tokens delivered so far and what is left of the time."""
+        timeout = self.submit.timeout_s
+        if timeout is not None:
+            timeout = max(_NO_TIME, timeout - (time.monotonic() - self.submitted))
+        return msgspec.structs.replace(self.submit, delivered=self.delivered, timeout_s=timeout)
 
 
 class Client:
@@ -100,6 +109,9 @@ class Client:
     ) -> AsyncGenerator[Tokens, None]:
         """What each round emits; the last event has a `finish_reason`. Closing the iterator early cancels the request.
 
+        A lower `priority` goes first. After `timeout_s` seconds, restarts of the service included, the request ends
+        with what it has and the finish reason "timeout".
+
         Raises the error the service refused the request with, LaunchError or LinkError when the service is gone.
         """
         if self._epoch is None:
@@ -108,7 +120,7 @@ class Client:
             params = replace(params, seed=secrets.randbits(64))
         number = next(self._numbers)
         submit = Submit(number, prompt, params, mode, lookahead, trace, priority=priority, timeout_s=timeout_s)
-        request = self._requests[number] = _Request(submit)
+        request = self._requests[number] = _Request(submit, time.monotonic())
         finished = False
         try:
             await self._send(request.submit)
@@ -220,4 +232,4 @@ class Client:
         A request that reached it already, because it was submitted during the restart, is recognised by its number.
         """
         for request in self._requests.values():
-            await self._send(msgspec.structs.replace(request.submit, delivered=request.delivered))
+            await self._send(request.resubmit())

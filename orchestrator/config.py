@@ -69,6 +69,7 @@ class SpeculationConfig:
     backup: Literal["primary"] = "primary"
     width: int = 64  # candidates per draft row at temperature > 0; under `ratio` the support of q
     cache_aware: float = 1.0  # C of σ_{F,C} (paper, 4.2.1); 1 is off
+    deterministic: bool = False  # the target's logits depend neither on K nor on what else is in the batch
     deadline_ms: int = 5000  # how long a round waits for the draft before it goes on without
 
     def __post_init__(self) -> None:

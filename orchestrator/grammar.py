@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +18,11 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from saguaro.errors import ConfigError
+from saguaro.orchestrator.protocol import GrammarRef
 from saguaro.orchestrator.types import SamplingParams
 
 _KEPT = 256  # compiled grammars, and answers being followed
+_DIGEST = 16  # bytes
 _Key = TypeVar("_Key")
 _State = TypeVar("_State")
 
@@ -27,8 +30,9 @@ _State = TypeVar("_State")
 class GrammarState:
     """How far an answer has come in its grammar."""
 
-    def __init__(self, grammar: str, matcher: LLMatcher) -> None:
-        self.grammar = grammar
+    def __init__(self, text: str, digest: bytes, matcher: LLMatcher) -> None:
+        self.text = text  # in the form that is compiled
+        self.digest = digest
         self._matcher = matcher
         self.tokens: list[int] = []  # of the answer, as far as it has been followed
 
@@ -65,12 +69,15 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiles the grammars of requests for one tokenizer; a grammar in use again costs nothing."""
+    """Compiles the grammars of requests for one tokenizer; a grammar in use again costs nothing.
+
+    The library bounds what a compilation may do, which can still take seconds; it lets other threads run meanwhile.
+    """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer` is a tokenizer.json; `vocab_size` is the width of the masks that will be asked for at most."""
         self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[str, LLMatcher]] = OrderedDict()  # by digest
         self._followed: OrderedDict[int, GrammarState] = OrderedDict()
 
     def start(self, params: SamplingParams) -> GrammarState | None:
@@ -78,29 +85,35 @@ class Grammars:
         source = _source(params)
         if source is None:
             return None
-        field, grammar = source
-        matcher = self._compiled.pop(grammar, None) or self._compile(field, grammar)
-        _remember(self._compiled, grammar, matcher)
-        return GrammarState(grammar, matcher.deep_copy())
+        field, text = source
+        return self._begin(GrammarRef(blake2b(text.encode(), digest_size=_DIGEST).digest(), text), field)
 
-    def follow(self, sequence: int, params: SamplingParams, answer: Sequence[int]) -> GrammarState | None:
-        """The state after `answer`, for whoever is told an answer anew each time; None without a grammar.
+    def follow(self, sequence: int, grammar: GrammarRef, answer: Sequence[int]) -> GrammarState | None:
+        """The state after `answer`, for whoever is told an answer anew each time; None if the grammar is not known.
 
         The state of the last call for this sequence is gone on from if it belongs to the beginning of this answer.
         """
-        source = _source(params)
         state = self._followed.pop(sequence, None)
-        if source is None:
-            return None
-        if state is None or state.grammar != source[1] or state.tokens != list(answer[: len(state.tokens)]):
-            state = self.start(params)
+        if state is None or state.digest != grammar.digest or state.tokens != list(answer[: len(state.tokens)]):
+            state = self._begin(grammar, "the grammar")
         if state is not None:
             state.advance(answer[len(state.tokens) :])
             _remember(self._followed, sequence, state)
         return state
 
-    def _compile(self, field: str, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+    def _begin(self, grammar: GrammarRef, field: str) -> GrammarState | None:
+        """The state before the first token; None for a grammar without text that has not been compiled here."""
+        known = self._compiled.pop(grammar.digest, None)
+        if known is None:
+            if grammar.text is None:
+                return None
+            known = grammar.text, self._compile(field, grammar.text)
+        _remember(self._compiled, grammar.digest, known)
+        text, matcher = known
+        return GrammarState(text, grammar.digest, matcher.deep_copy())
+
+    def _compile(self, field: str, text: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise ConfigError(f"{field} cannot be used: {_one_line(matcher.get_error())}")
         return matcher

@@ -41,6 +41,14 @@ class Hello:
 
 
 @dataclass(frozen=True)
+class GrammarRef:
+    """The grammar of an answer. Its text, of up to 64 KiB, is sent only where the speculator may not have it yet."""
+
+    digest: bytes
+    text: str | None
+
+
+@dataclass(frozen=True)
 class DraftRow:
     """One sequence in a round. All the speculator needs to serve it; nothing of it is remembered there but KV.
 
@@ -58,7 +66,10 @@ class DraftRow:
     lookahead: int  # draft tokens wanted
     budget: int  # branches to prepare; 0 for plain speculative decoding
     table: tuple[int, ...]  # draft blocks: committed tokens, trunk, and scratch for the branches
-    request: RequestSampling
+    request: RequestSampling  # its parameters without their grammar
+    grammar: GrammarRef | None = (
+        None  # with its text in rows without an outcome: the first, and where anything was lost
+    )
 
     @property
     def length(self) -> int:

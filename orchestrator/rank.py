@@ -104,7 +104,11 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
     torch.set_num_threads(part.model.threads)
     group = TensorParallel(rank, ranks, rendezvous(runtime, role), torch.device("cpu")) if ranks > 1 else None
     engine = load_engine(
-        Path(part.engine), block_size=part.model.block_size, num_blocks=part.model.num_blocks, group=group
+        Path(part.engine),
+        block_size=part.model.block_size,
+        num_blocks=part.model.num_blocks,
+        group=group,
+        deterministic=role == "target" and plan.config.speculation.deterministic,
     )
     lead = {"target": run_target, "draft": run_draft}[role]
     if group is None:

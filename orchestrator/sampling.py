@@ -61,7 +61,6 @@ __all__ = [
     "needs_history",
     "propose",
     "residual",
-    "scores",
     "uniform",
     "verify",
 ]
@@ -72,26 +71,6 @@ Probs = NDArray[Any]
 # Tokens this close to the best are tried first: their total bounds the noise that tokens further below would need.
 _NEAR = 4.0
 _SUM_TOLERANCE = 1e-6
-
-
-def scores(
-    logits: Tensor,
-    request: RequestSampling,
-    context: Sequence[int],
-    tails: Sequence[Sequence[int]],
-    allowed: Tensor | None = None,
-) -> Tensor:
-    """The target's chain: [R, V] logits -> [R, V] scores whose softmax is p, -inf for excluded tokens.
-
-    Row r's history is context + tails[r]; it predicts the token at position len(context) + len(tails[r]). `allowed`
-    [R, V] bool is the grammar mask. float32, or float64 for float64 logits; `logits` itself where nothing applies. At
-    temperature 0 not scaled or filtered. Raises ConfigError if a row excludes every token, EngineError if the model
-    returned no numbers.
-    """
-    result = target_scores(logits, request, context, tails, allowed)
-    for index in range(len(tails)):
-        result.row(index)
-    return result.dense()
 
 
 # The rule `coupled`
@@ -231,7 +210,7 @@ def propose(
     width: int,
     allowed: Tensor | None = None,
 ) -> Candidates:
-    """The draft's `width` best tokens for [R, V] logits; rows, histories and `allowed` as in `scores`.
+    """The draft's `width` best tokens for [R, V] logits; rows, histories and `allowed` as in `target_scores`.
 
     The chain is the target's, with the filters on the best `width` alone. Ranked by score (temperature 0), by score
     and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. Raises

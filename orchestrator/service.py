@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
-from saguaro.orchestrator.grammar import Grammars, has_grammar
+from saguaro.orchestrator.grammar import Grammars, GrammarState, has_grammar
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.metrics import request_stats
 from saguaro.orchestrator.protocol import Span
@@ -51,6 +52,8 @@ from saguaro.orchestrator.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 _IDLE_MS = 20
+_COMPILING_MS = 1  # between two looks at whether a grammar is ready, when there is nothing else to do
+_COMPILE_S = 10.0  # seconds that a request waits for its grammar at most
 _LEAVING = "the deployment is shutting down and takes no more requests: send it again in a moment, or to another one"
 
 
@@ -64,6 +67,8 @@ class _Request:
     trace: bool
     submitted: int  # ns
     deadline: float  # on the monotonic clock, in seconds
+    delivered: list[int]  # tokens the client has from an earlier service
+    grammar: Future[GrammarState | None] | None = None  # being compiled; the scheduler knows nothing of the request
     started: int = 0  # its first round, in ns
     first: int = 0  # its first tokens
     last: int = 0  # its latest tokens
@@ -96,6 +101,7 @@ class Service:
         context = min(engine.max_model_len, engine.num_blocks * engine.block_size)
         self._tokenizer = tokenizer
         self._grammars = grammars
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._scheduler = Scheduler(
             self._target_pool,
             max_sequences=serving.max_sequences,
@@ -110,7 +116,12 @@ class Service:
             max_batch_tokens=serving.max_batch_tokens,
         )
         self._telemetry = Telemetry(
-            config, self._scheduler, self._verifier, target_pool=self._target_pool, draft_pool=draft_pool
+            config,
+            self._scheduler,
+            self._verifier,
+            target_pool=self._target_pool,
+            draft_pool=draft_pool,
+            compiling=lambda: self._compiling,
         )
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
@@ -130,12 +141,14 @@ class Service:
             while self._running:
                 self._take_commands()
                 self._end_overdue()
+                self._take_grammars()
                 self._take_links()
                 if batch := self._scheduler.schedule():
                     self._round(batch)
         finally:
             if self._verifier.link:
                 self._verifier.link.close()
+            self._compiler.shutdown(wait=False, cancel_futures=True)
             self._context.destroy(linger=500)
 
     def _round(self, batch: list[Sequence]) -> None:
@@ -176,15 +189,45 @@ class Service:
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for request in [request for request in self._requests.values() if request.deadline <= now]:
-            request.sequence.finish_reason = "timeout"
-            self._finish(request, [], time.perf_counter_ns())
+            if request.sequence.id in self._requests:  # unless its client was found gone just now
+                request.sequence.finish_reason = "timeout"
+                self._finish(request, [], time.perf_counter_ns())
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: _Request, refused: SaguaroError | None = None) -> None:
         """Harmless when done twice: a client that is found to be gone takes all its requests along."""
-        if self._requests.pop(request.sequence.id, None):
+        if self._requests.pop(request.sequence.id, None) is None:
+            return
+        if refused:
+            self._telemetry.refused(refused)
+        else:
             reason = request.sequence.finish_reason or "cancelled"  # its client has vanished
             self._telemetry.finished(reason, (time.perf_counter_ns() - request.submitted) / 1e9)
+        if request.grammar:
+            request.grammar.cancel()  # one that is being compiled ends for nobody
+        else:
             self._scheduler.remove(request.sequence)
+
+    def _take_grammars(self) -> None:
+        """Queue requests whose grammar is ready; refuse those whose cannot be used, or takes too long."""
+        for request in list(self._requests.values()):
+            compiled = request.grammar
+            if compiled is None or request.sequence.id not in self._requests:
+                continue  # nothing to wait for, or its client was found gone just now
+            try:
+                if compiled.done():
+                    request.sequence.grammar = compiled.result()
+                    self._enqueue(request)
+                    request.grammar = None
+                elif time.perf_counter_ns() - request.submitted > _COMPILE_S * 1e9:
+                    if not compiled.running():
+                        raise CapacityError(
+                            f"the grammars of other requests took the {_COMPILE_S:g} s that a request waits for its "
+                            "own: try again later"
+                        )
+                    raise ConfigError(f"the grammar was not compiled within {_COMPILE_S:g} s: make it simpler")
+            except SaguaroError as error:
+                self._drop(request, error)
+                self._send(request.client, Failed(request.number, type(error).__name__, str(error)))
 
     def _take_links(self) -> None:
         link = self._links()
@@ -197,7 +240,8 @@ class Service:
     def _take_commands(self) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
         busy = self._scheduler.running or self._scheduler.waiting
-        while self._socket.poll(0 if busy else _IDLE_MS):
+        idle = _COMPILING_MS if self._compiling else _IDLE_MS
+        while self._socket.poll(0 if busy else idle):
             client, *frames = self._socket.recv_multipart()
             try:
                 self._command(client, b"".join(frames))
@@ -260,7 +304,7 @@ class Service:
         sequence = Sequence(
             id=self._next_id,
             request=RequestSampling(
-                params=params,
+                params=params.without_grammar(),
                 seed=secrets.randbits(64) if params.seed is None else params.seed,
                 prompt_length=len(submit.prompt),
                 stop_ids=(() if params.ignore_eos else self._stop_ids) + params.stop_token_ids,
@@ -272,15 +316,31 @@ class Service:
             draft_table=BlockTable(self._draft_pool),
             priority=submit.priority,
             text=TextStream(self._tokenizer, params) if self._tokenizer and params.stop else None,
-            grammar=self._grammars.start(params) if self._grammars else None,
         )
-        sequence.resume(submit.delivered)
-        self._scheduler.add(sequence)
+        now, deadline = time.perf_counter_ns(), time.monotonic() + timeout
+        request = _Request(client, submit.request, sequence, submit.trace, now, deadline, submit.delivered)
+        if self._grammars and has_grammar(params):
+            if self._compiling >= self._config.serving.max_queue:
+                raise CapacityError(
+                    f"{self._compiling} requests wait for their grammars and serving.max_queue is "
+                    f"{self._config.serving.max_queue}. Try again later, or raise it in the deployment"
+                )
+            request.grammar = self._compiler.submit(self._grammars.start, params)
+        else:
+            self._enqueue(request)
         self._telemetry.submitted(params, len(submit.prompt), len(submit.delivered))
         self._next_id += 1
-        self._requests[sequence.id] = _Request(
-            client, submit.request, sequence, submit.trace, time.perf_counter_ns(), time.monotonic() + timeout
-        )
+        self._requests[sequence.id] = request
+
+    def _enqueue(self, request: _Request) -> None:
+        """Raises ConfigError or CapacityError as `Scheduler.add` does."""
+        request.sequence.resume(request.delivered)
+        self._scheduler.add(request.sequence)
+
+    @property
+    def _compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return sum(request.grammar is not None for request in self._requests.values())
 
     def _in_tokens(self, params: SamplingParams) -> SamplingParams:
         """The parameters with text turned into tokens where they have to be tokens."""
@@ -300,7 +360,7 @@ class Service:
             health="degraded" if wants_draft and not drafting else "ok",
             mode=self._config.speculation.mode if drafting else "ar",
             running=len(self._scheduler.running),
-            waiting=self._scheduler.waiting,
+            waiting=self._scheduler.waiting + self._compiling,
             free_target_blocks=self._target_pool.free_blocks,
             target_blocks=self._target_pool.num_blocks,
             free_draft_blocks=self._draft_pool.free_blocks,

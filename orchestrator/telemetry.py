@@ -5,7 +5,7 @@ Ratios (hit rate, E_hit, T_p, …) are left to the reader's window: everything t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import get_args
 
@@ -49,6 +49,7 @@ class Telemetry:
         *,
         target_pool: BlockPool,
         draft_pool: BlockPool,
+        compiling: Callable[[], int],
     ) -> None:
         lookahead = config.speculation.lookahead
         registry = self._registry = _Registry()
@@ -104,6 +105,9 @@ class Telemetry:
             "saguaro_acceptance_collapsed", "1 while next to no draft token is accepted", registry=registry
         ).set_function(lambda: self._alarm.on)
 
+        Gauge("saguaro_requests_compiling", "Requests whose grammar is being compiled", registry=registry).set_function(
+            compiling
+        )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
         self._generated_tokens = counter("generated_tokens", "Tokens emitted")
         self._queued = histogram("queue_seconds", "From submission to a request's first round", _REQUEST_BUCKETS)

@@ -96,6 +96,10 @@ class SamplingParams:
         if any(len(str(getattr(self, name))) > MAX_GRAMMAR for name in given):
             raise ConfigError(f"{given[0]} must be at most {MAX_GRAMMAR} characters long")
 
+    def without_grammar(self) -> SamplingParams:
+        """For whoever is told of the grammar in another form."""
+        return replace(self, json_schema=None, regex=None, grammar=None)
+
     def samples(self) -> list[SamplingParams]:
         """The parameters of each of the n answers. With a seed, answer i has seed + i, whatever n is."""
         seeds = [None if self.seed is None else (self.seed + index) % (MAX_SEED + 1) for index in range(self.n)]

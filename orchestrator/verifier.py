@@ -10,7 +10,7 @@ from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.metrics import Timeline
-from saguaro.orchestrator.protocol import AnswerRow, DraftRow, Span
+from saguaro.orchestrator.protocol import AnswerRow, DraftRow, GrammarRef, Span
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
 from saguaro.orchestrator.target import EngineTarget
 from saguaro.orchestrator.types import Outcome, Speculation
@@ -41,10 +41,9 @@ class Verifier:
     def step(self, batch: Rows[Sequence]) -> RoundResult:
         """Send the last outcomes, take the speculations, verify them in one forward, commit.
 
-        Without a speculator, or when it is late, a row simply carries no speculation: plain decoding.
+        Each sequence has the blocks for the tokens it is to compute. Without a speculator, or when it is late, a row
+        simply carries no speculation: plain decoding.
         """
-        for sequence in batch:
-            sequence.target_table.grow(sequence.chunk_end or sequence.length)
         asked = self._ask(batch)
         answers, draft_spans = self._answers(asked)
         speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
@@ -108,6 +107,7 @@ class Verifier:
             budget=budget if whole else 0,
             table=tuple(sequence.draft_table.blocks),
             request=sequence.request,
+            grammar=_grammar(sequence) if whole else None,
         )
 
     def _answers(self, asked: dict[int, DraftRow]) -> tuple[dict[int, AnswerRow], tuple[Span, ...]]:
@@ -160,3 +160,9 @@ class Verifier:
         sequence.target_table.truncate(sequence.target_length)
         sequence.draft_table.truncate(sequence.draft_length)
         return committed
+
+
+def _grammar(sequence: Sequence) -> GrammarRef | None:
+    """A speculator whose branches stand for the last outcome has had a row of this sequence, and with it the text."""
+    grammar = sequence.grammar
+    return GrammarRef(grammar.digest, None if sequence.outcome else grammar.text) if grammar else None

@@ -51,10 +51,12 @@ def plan_attention(
     block_size: int,
     mask: Tensor | FanOutMask,
     device: torch.device | str = "cpu",
+    max_rows: int = MAX_ROWS,
 ) -> AttentionPlan:
     """Plan the attention of N flat rows: `rows[s]` rows for each of S sequences, adjacent.
 
-    `mask` is either [N] positions (causal: a row at position i sees columns 0..i) or a FanOutMask.
+    `mask` is either [N] positions (causal: a row at position i sees columns 0..i) or a FanOutMask. With `max_rows` 1
+    the products of a causal row are of its own columns alone, whatever the other rows are.
     Raises EngineError when a block table is too short for what its rows see.
     """
     if isinstance(mask, FanOutMask):
@@ -75,7 +77,7 @@ def plan_attention(
                 f"sequence {sequence} of the batch reads {needed} KV columns, but its block table has {len(table)} "
                 f"blocks of {block_size}. Grow the table before the forward."
             )
-        step = max(1, min(MAX_ROWS, MAX_SCORES // longest))
+        step = max(1, min(max_rows, MAX_SCORES // longest))
         for start in range(first, last, step):
             part = slice(start, min(start + step, last))
             visible, columns = min(limit_list[part]), max(limit_list[part])

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ _SHOWN = 6  # of those, in an error
 _LONGEST_LINE = 2**16  # bytes
 _LAST_WORDS = 1.0  # seconds to wait for what a dead process had written
 _KILL_TIMEOUT = 5.0
+_LOOK = 0.02  # seconds between two looks at whether it has ended
 
 
 class Child:
@@ -77,11 +79,14 @@ class Child:
         if grace > 0:
             with suppress(ProcessLookupError):
                 process.terminate()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), grace)
+            deadline = time.monotonic() + grace
+            # Not `process.wait`: that waits for its children too, which may outlive it and hold its output open.
+            while process.returncode is None and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the whole session: also what the process has left behind
-        await asyncio.wait_for(process.wait(), _KILL_TIMEOUT)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _KILL_TIMEOUT)
         if self._reader:
             self._reader.cancel()
             await asyncio.wait([self._reader])

@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from saguaro.errors import ConfigError, LaunchError
-from saguaro.llm import build_engines
 from saguaro.orchestrator.config import DeploymentConfig, ServingConfig, find_deployment, read_deployment
 from saguaro.supervisor import janitor
 from saguaro.supervisor.ports import choose_ports
 from saguaro.supervisor.state import RunState, StateFolder, known_deployments, process_start
-from saguaro.supervisor.supervisor import Stop, Supervisor
+
+if TYPE_CHECKING:
+    from saguaro.supervisor.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -32,6 +34,9 @@ _STOP_PARTS = 60.0  # seconds that stopping the processes may take after the gra
 
 def serve(deployment: str, store: Path | None, *, openai: bool, log_file: Path | None = None) -> None:
     """Serve in this process until a signal comes. Raises SaguaroError when it cannot start or cannot go on."""
+    from saguaro.llm import build_engines  # heavy, and of no use to the commands that only ask
+    from saguaro.supervisor.supervisor import Supervisor
+
     _log_to(log_file)
     path = find_deployment(deployment)
     config = read_deployment(path)
@@ -70,6 +75,8 @@ def _log_to(file: Path | None) -> None:
 
 
 async def _run(supervisor: Supervisor) -> None:
+    from saguaro.supervisor.supervisor import Stop
+
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.ask)

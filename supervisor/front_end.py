@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import aiohttp
 
@@ -10,15 +11,28 @@ from saguaro.errors import LinkError
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.supervisor.child import Child
 
+_GRACE = 5  # seconds
+
 
 class FrontEnd(Child):
     """`python -m saguaro.frontend.openai`. It answers its health question itself, whether Triton is there or not."""
 
-    def __init__(self, config: DeploymentConfig) -> None:
+    def __init__(self, config: DeploymentConfig, engine: Path, socket: Path) -> None:
         serving = config.serving
-        host = f"[{serving.host}]" if ":" in serving.host else serving.host
+        local = "127.0.0.1" if serving.host == "0.0.0.0" else "::1" if serving.host == "::" else serving.host
+        host = f"[{local}]" if ":" in local else local
         self._health = f"http://{host}:{serving.openai_port}/health"
-        super().__init__("openai", [sys.executable, "-m", "saguaro.frontend.openai"])
+        options = {
+            "--triton": f"{host}:{serving.grpc_port}",
+            "--socket": str(socket),
+            "--engine": str(engine),
+            "--model": config.name,
+            "--host": serving.host,
+            "--port": str(serving.openai_port),
+            "--grace": str(_GRACE),  # its requests have had theirs when it is told to stop
+        }
+        command = [sys.executable, "-m", "saguaro.frontend.openai"]
+        super().__init__("openai", command + [word for option in options.items() for word in option])
 
     async def probe(self) -> bool:
         """False while it is in order but Triton is away. Raises LinkError when it does not answer."""

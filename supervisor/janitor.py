@@ -7,7 +7,6 @@ order has removed its state by then. If the janitor is killed too, the next star
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,8 +24,6 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 _PATIENCE = 3.0  # seconds the ranks get to leave by themselves
 _KILL_TIMEOUT = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
-# Triton's Python backend names its regions after the prefix it is given on the command line.
-_PREFIX = re.compile(rb"shm-region-prefix-name=([A-Za-z0-9._-]+)")
 
 
 def start(name: str) -> subprocess.Popen[bytes]:
@@ -37,11 +34,6 @@ def start(name: str) -> subprocess.Popen[bytes]:
 
 def clean(state: RunState) -> list[int]:
     """End every process of a run whose supervisor is dead and remove its files. Returns what had to be killed."""
-    prefixes = {
-        match.group(1).decode()
-        for process in _processes(state.run)
-        if (match := _PREFIX.search(_read(process / "cmdline")))
-    }
     deadline = time.monotonic() + _PATIENCE
     while _ranks(state.run) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -53,9 +45,8 @@ def clean(state: RunState) -> list[int]:
                 os.kill(int(process.name), signal.SIGKILL)
                 killed.append(int(process.name))
         time.sleep(0.05)
-    for prefix in prefixes:
-        for region in _SHARED_MEMORY.glob(f"{prefix}*"):
-            region.unlink(missing_ok=True)
+    for region in _SHARED_MEMORY.glob(f"{Path(state.folder).name}-*"):  # Triton's
+        region.unlink(missing_ok=True)
     remains.remove_shared_memory(state.since)
     shutil.rmtree(state.folder, ignore_errors=True)
     return killed

@@ -28,7 +28,8 @@ from saguaro.supervisor.state import PartState, RunState
 from saguaro.supervisor.triton import Triton
 
 _log = logging.getLogger(__name__)
-_FLUSH = 5.0  # seconds a part gets to hand out what is finished
+_FLUSH = 15.0  # seconds a part gets to hand out what is finished; Triton never takes less than four
+_METRICS_TIMEOUT = 5.0
 
 
 class Stop:
@@ -163,10 +164,10 @@ class Supervisor:
         return self._engines[1] is not None
 
     def _serving_parts(self, launcher: Launcher) -> list[Part]:
-        folder = Path(self._begin.folder)
-        parts: list[Part] = [Triton(self._config, self._engines[0], service_socket(launcher.runtime), folder)]
+        engine, socket = self._engines[0], service_socket(launcher.runtime)
+        parts: list[Part] = [Triton(self._config, engine, socket, Path(self._begin.folder))]
         if self._openai:
-            parts.append(FrontEnd(self._config))
+            parts.append(FrontEnd(self._config, engine, socket))
         return parts
 
     async def _drain(self, stop: Stop) -> None:
@@ -190,4 +191,9 @@ class Supervisor:
             await asyncio.gather(idle, hurried, return_exceptions=True)
 
     async def _metrics(self) -> str:
-        return part_metrics(self.state())
+        """Of the parts always; of the service when it answers."""
+        text = part_metrics(self.state())
+        if self._groups and self._launcher:
+            with suppress(SaguaroError):
+                text += await self._launcher.client.metrics(_METRICS_TIMEOUT)
+        return text

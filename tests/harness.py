@@ -21,7 +21,7 @@ from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget
 from saguaro.orchestrator.types import Mode, RequestSampling, Rule, SamplingParams
-from saguaro.orchestrator.verifier import Verifier
+from saguaro.orchestrator.verifier import RoundResult, Verifier
 from saguaro.plugins.fan_out import FanOut
 
 
@@ -121,7 +121,9 @@ class Pair:
         self._ids += 1
         return Sequence(
             id=self._ids,
-            request=RequestSampling(params, params.seed or 0, len(prompt), self.stop_ids + params.stop_token_ids),
+            request=RequestSampling(
+                params.without_grammar(), params.seed or 0, len(prompt), self.stop_ids + params.stop_token_ids
+            ),
             tokens=list(prompt),
             mode=mode,
             lookahead=lookahead or self.lookahead,
@@ -131,11 +133,17 @@ class Pair:
             grammar=self.grammars.start(params) if self.grammars else None,
         )
 
+    def step(self, batch: Rows[Sequence]) -> RoundResult:
+        """A round of all of them, for which the scheduler would have reserved the blocks."""
+        for sequence in batch:
+            sequence.target_table.grow(sequence.length)
+        return self.verifier.step(batch)
+
     def finish(self, sequences: Rows[Sequence]) -> list[list[int]]:
         """Run rounds until all have ended; every block must come back."""
         running = list(sequences)
         while running:
-            self.verifier.step(running)
+            self.step(running)
             for sequence in [s for s in running if s.finish_reason]:
                 sequence.release()
                 running.remove(sequence)

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import replays
+from harness import Pair
 from saguaro.build.shards import ShardPlan
-from saguaro.engines.base import Engine, causal_batch, fan_out_batch
+from saguaro.engines.base import Engine, ForwardBatch, ForwardOutput, causal_batch, fan_out_batch
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.engines.tensor_parallel import TensorParallel, follow, join_shares, share_of
 from saguaro.errors import EngineError, LinkError
+from saguaro.orchestrator.types import SamplingParams
 from saguaro.plugins.fan_out import FanOut
 from tiny_models import tiny_model
 
@@ -144,3 +147,76 @@ def _share(whole: Any, group: TensorParallel) -> Any:
     share.eval().requires_grad_(False)
     join_shares(share, plan.rules, group)
     return share
+
+
+def compute_deterministic(rank: int, size: int, folder: Path) -> None:
+    """What a deterministic group computed differently in some company than alone, into `different.pt`."""
+    group = meet(rank, size, folder)
+    case = Case("", "qwen2", torch.float32)
+    engine = PytorchEngine(
+        _share(case.model(), group),
+        vocab_size=VOCAB,
+        max_model_len=MAX_LEN,
+        block_size=replays.BLOCK,
+        num_blocks=replays.BLOCKS,
+        group=group,
+        deterministic=True,
+    )
+    group.wait_for_all()
+    if not group.leads:
+        follow(engine, group)
+        return
+    alone = replays.one_by_one(engine, 3)
+    company = replays.in_company(engine, lookaheads=(6,), sizes=(3,))
+    torch.save([what for what, i, logits in company if not torch.equal(logits, alone[i])], folder / "different.pt")
+    group.stop()
+
+
+class _Noisy(torch.nn.Module):
+    """An output head whose every logit is 1e-6 off, up and down in turns."""
+
+    def __init__(self, head: torch.nn.Module, sign: int) -> None:
+        super().__init__()
+        self._head = head
+        self._noise = 1e-6 * sign
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self._noise = -self._noise
+        return self._head(hidden) + self._noise  # type: ignore[no-any-return]
+
+
+def tie_with_noise(rank: int, size: int, folder: Path) -> None:
+    """Greedy decoding where the best token of one rank's half always ties with one of the other's, but for noise.
+
+    Writes what each rank ran, and what it would have chosen itself, into `ran-RANK.pt`; rank 0's tokens beside it.
+    """
+    group = meet(rank, size, folder)
+    whole = Case("", "qwen2", torch.float64).model()
+    with torch.no_grad():
+        whole.lm_head.weight[255:] = whole.lm_head.weight[:255]
+    engine = _engine(_share(whole, group), group)
+    head = engine._model.get_output_embeddings()
+    head.share = _Noisy(head.share, 1 if rank == 0 else -1)
+    ran: list[tuple[list[int], list[int], list[int]]] = []
+    chosen: list[int] = []
+    forward = engine.forward
+
+    def recorded(batch: ForwardBatch) -> ForwardOutput:
+        ran.append((batch.token_ids.tolist(), batch.positions.tolist(), batch.slots.tolist()))
+        output = forward(batch)
+        # A follower sees its own half alone.
+        chosen.extend((output.logits.argmax(-1) + 255 * rank).tolist())
+        return output
+
+    engine.forward = recorded  # type: ignore[method-assign]
+    group.wait_for_all()
+    tokens: list[int] = []
+    if group.leads:
+        draft = PytorchEngine(whole, vocab_size=VOCAB, max_model_len=MAX_LEN, block_size=BLOCK, num_blocks=200)
+        pair = Pair(engine, draft, lookahead=4, budget=5)
+        params = SamplingParams(temperature=0, max_tokens=30)
+        tokens = pair.finish([pair.sequence([1, 2, 3], params), pair.sequence([4], params)])[0]
+        group.stop()
+    else:
+        follow(engine, group)
+    torch.save((ran, chosen, tokens), folder / f"ran-{rank}.pt")

@@ -16,6 +16,7 @@ from harness import Pair
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.grammar import Grammars
+from saguaro.orchestrator.protocol import GrammarRef, Round, decode
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import SamplingParams
 
@@ -162,14 +163,38 @@ def test_following_an_answer_is_starting_anew(tokenizer: Path) -> None:
         (two, [b, a]),
         (one, [b, a, a]),
     ]
+    told: set[bytes] = set()
     for params, answer in answers:
-        found = grammars.follow(7, params, answer)
         fresh = Grammars(tokenizer, VOCAB, (EOS,)).start(params)
-        assert found is not None
         assert fresh is not None
+        if fresh.digest not in told:
+            assert grammars.follow(7, GrammarRef(fresh.digest, None), answer) is None
+        text = None if fresh.digest in told else fresh.text  # needed once
+        told.add(fresh.digest)
+        found = grammars.follow(7, GrammarRef(fresh.digest, text), answer)
+        assert found is not None
         fresh.advance(answer)
         assert torch.equal(found.masks([()], VOCAB), fresh.masks([()], VOCAB))
-    assert grammars.follow(7, SamplingParams(), [a]) is None
+
+
+def test_a_grammar_s_text_travels_once(tokenizer: Path) -> None:
+    """In the row that introduces the sequence, and again when another draft has connected; the draft keeps to it."""
+    both = pair(tokenizer)
+    sequence = both.sequence([1, 2], SamplingParams(seed=4, max_tokens=40, regex="[a-d]{36}[0-9]{4}"))
+    plain = pair(tokenizer).run([1, 2], SamplingParams(seed=4, max_tokens=40, regex="[a-d]{36}[0-9]{4}"), "ar")
+    for _ in range(6):
+        both.step([sequence])
+    fresh = pair(tokenizer)
+    fresh.speculator._channel = both.speculator._channel
+    both.channel.speculator = fresh.speculator
+    before = len(both.channel.sent)
+    both.verifier.attach(both.link, [sequence])
+    assert both.finish([sequence]) == [plain]
+    rows = [m.body.rows[0] for m in map(decode, both.channel.sent) if isinstance(m.body, Round)]
+    texts = [index for index, row in enumerate(rows) if row.grammar and row.grammar.text]
+    assert texts == [0, before]
+    assert all(row.grammar and row.request.params.regex is None for row in rows)
+    assert acceptance_length([sequence]) > 2  # of 3; the draft without the grammar comes to 1.1
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
+from conftest import in_loop
 from harness import Pair
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.engines.scripted import ScriptedEngine, markov_table
+from saguaro.errors import LinkError
+from saguaro.orchestrator.channels.inproc import InprocChannel, inproc_pair
+from saguaro.orchestrator.client import Client
+from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
+from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.fan_out_policy import uniform as evenly
+from saguaro.orchestrator.kv_blocks import BlockPool
+from saguaro.orchestrator.protocol import DraftRow, Hello
 from saguaro.orchestrator.randomness import Purpose, uniform
 from saguaro.orchestrator.sampling import Candidates, draw_draft, propose, verify
+from saguaro.orchestrator.service import Service
+from saguaro.orchestrator.speculator import Speculator
+from saguaro.orchestrator.target import EngineTarget
 from saguaro.orchestrator.types import Mode, RequestSampling, Rule, SamplingParams, Speculation
 from tiny_models import tiny_model
 
@@ -81,3 +99,79 @@ def test_i13_models_padded_to_different_sizes_work_together(rule: Rule, temperat
     assert max(tokens) < 990
     if rule == "coupled":
         assert tokens == Pair(*engines, rule=rule).run([1, 2, 3], params, "ar")
+
+
+class Failing(Speculator):
+    """Raises in its seventh round, sometimes before and sometimes after it has answered."""
+
+    rounds = 0
+
+    def round(self, number: int, deployment: int, rows: Sequence[DraftRow]) -> None:
+        self.rounds += 1
+        if self.rounds == 7:
+            if number % 2:
+                super().round(number, deployment, rows)
+            raise RuntimeError("the seventh round")
+        super().round(number, deployment, rows)
+
+
+@in_loop
+async def test_i21_requests_end_whatever_the_speculator_does(tmp_path: Path) -> None:
+    """I-21: requests ran for ever after failures under load. 64 at once, and every 7th round the speculator fails."""
+    target, draft = scripted([50, 30, 15, 5]), scripted([40, 40, 15, 5])
+    joining: SimpleQueue[InprocChannel] = SimpleQueue()
+    failures: list[RuntimeError] = []
+    stopped = threading.Event()
+
+    def speculate() -> None:
+        """A speculator, and another one in its place whenever it has failed, until the service takes leave."""
+        while not stopped.is_set():
+            near, far = inproc_pair()
+            hello = Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, draft.block_size)
+            speculator = Failing(ModelDrafter(draft, "coupled", evenly), far, evenly, hello)
+            joining.put(near)
+            try:
+                speculator.run()
+                return
+            except LinkError:
+                return
+            except RuntimeError as error:
+                failures.append(error)
+            far.close()
+
+    def links() -> DraftLink | None:
+        return None if joining.empty() else DraftLink(joining.get(), deployment=1, timeout=20)
+
+    config = DeploymentConfig(
+        "test",
+        ModelConfig("none"),
+        ModelConfig("none"),
+        SpeculationConfig(lookahead=3),
+        ServingConfig(max_sequences=8),
+    )
+    pool = BlockPool(draft.num_blocks, draft.block_size)
+    service = Service(config, EngineTarget(target, "coupled"), pool, (), tmp_path / "socket", links)
+    threads = [threading.Thread(target=work) for work in (service.run, speculate)]
+    for thread in threads:
+        thread.start()
+    client = Client(tmp_path / "socket", patience=60)
+    params = [SamplingParams(seed=seed, max_tokens=5 + seed % 20) for seed in range(64)]
+
+    async def answer(p: SamplingParams) -> list[int]:
+        return [token async for event in client.stream([0, 1], p) for token in event.tokens]
+
+    answers = await asyncio.gather(*map(answer, params))
+    status = await client.status()
+    stopped.set()
+    await client.shutdown()
+    await client.close()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive()
+        while not joining.empty():  # one that came after the service had gone
+            joining.get().close()
+    assert len(failures) >= 3
+    assert (status.running, status.waiting) == (0, 0)
+    assert (status.free_target_blocks, status.free_draft_blocks) == (status.target_blocks, status.draft_blocks)
+    alone = Pair(target, draft)
+    assert answers == [alone.run([0, 1], p, "ar") for p in params]

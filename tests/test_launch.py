@@ -10,14 +10,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conftest import RANK, in_loop
+from saguaro import cli
 from saguaro.errors import ConfigError, LaunchError
+from saguaro.frontend.figures import Scrape, figures
 from saguaro.llm import LLM, build_engines
 from saguaro.orchestrator import launch
 from saguaro.orchestrator.config import find_deployment, read_deployment
@@ -76,6 +80,30 @@ def test_figures_and_free_blocks(llm: LLM) -> None:
     assert (status.health, status.mode, status.running, status.waiting) == ("ok", "ssd", 0, 0)
     assert status.free_target_blocks == status.target_blocks
     assert status.free_draft_blocks == status.draft_blocks
+
+
+def test_the_metrics_agree_with_the_figures_of_a_request(llm: LLM) -> None:
+    before = Scrape(llm.metrics())
+    result = llm.generate("def fib(n):", SamplingParams(temperature=1.0, seed=2, max_tokens=40))[0]
+    with pytest.raises(ConfigError):
+        llm.generate("x", lookahead=9)
+    after = Scrape(llm.metrics())
+    stats, found = result.stats, figures(after, before, 2.0)
+    assert stats.hit_rate  # else nothing below is worth much
+    assert (found.tokens, found.requests, found.tokens_per_second) == (40, 1, 20.0)
+    assert found.acceptance_length == pytest.approx(stats.acceptance_length)
+    assert (found.hit_rate, found.e_hit) == (pytest.approx(stats.hit_rate), pytest.approx(stats.e_hit))
+    assert found.e_miss == (stats.e_miss and pytest.approx(stats.e_miss))
+    assert found.ttft_ms == pytest.approx(stats.ttft_ms, rel=0.01)
+    assert after.growth(before, "saguaro_rounds_total") == stats.rounds
+    assert after.growth(before, "saguaro_accepted_tokens_total") == stats.accepted_draft_tokens
+    assert after.growth(before, "saguaro_draft_tokens_total") == stats.draft_tokens
+    assert after.growth(before, "saguaro_requests_refused_total", reason="invalid") == 1
+    assert after.growth(before, "saguaro_requests_finished_total", reason=result.finish_reason) == 1
+    prepared, used = (after.growth(before, f"saguaro_branches_{name}_total") for name in ("prepared", "used"))
+    assert 0 < used == after.growth(before, "saguaro_lookups_total", result="hit") < prepared
+    assert after.value("saguaro_kv_free_blocks") == after.value("saguaro_kv_blocks")
+    assert after.value("saguaro_draft_connections_total") == 1
 
 
 def test_draft_and_verify_intervals_overlap(llm: LLM) -> None:
@@ -141,6 +169,25 @@ def test_several_answers_are_those_of_seeds_in_a_row_and_echo_begins_with_the_pr
     assert "".join(chunk.text for chunk in chunks) == results[0].text
     with pytest.raises(ConfigError, match="a stream has one answer, and n is 2"):
         next(llm.stream("one", replace(params, n=2)))
+
+
+def test_priority_and_time_reach_the_service_from_the_command_line(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = []
+    stream = llm._launcher.client.stream
+    monkeypatch.setattr(llm._launcher.client, "stream", lambda *a, **o: sent.append(o) or stream(*a, **o))
+    monkeypatch.setattr(cli, "_llm", lambda arguments: nullcontext(llm))
+    order = ["--priority", "-3", "--timeout", "1e-9"]
+    assert cli.main(["generate", "--raw", "--json", *order, "hello"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["finish_reason"], answer["token_ids"]) == ("timeout", [])
+    assert cli.main(["generate", "--raw", *order, "hello"]) == 0
+    assert cli.main(["generate", "--raw", "--compare", *order, "hello"]) == 0
+    assert {(options["priority"], options["timeout_s"]) for options in sent} == {(-3, 1e-9)}
+    assert len(sent) == 5
+    with pytest.raises(ConfigError, match="timeout_s must be above 0"):
+        llm.generate("x", timeout_s=-1)
 
 
 def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
@@ -339,6 +386,7 @@ async def test_a_socket_that_cannot_be_is_said(
 def test_a_pair_with_different_token_ids_is_refused_before_anything_starts(
     store: Path, tmp_path: Path, nothing_left: None
 ) -> None:
+    """I-14, I-15: a draft with another vocabulary is not translated, and never accepted in silence."""
     recipe = (Path(__file__).parents[1] / "build" / "recipes" / "tiny-draft.yaml").read_text()
     recipe = recipe.replace("vocab_size: 500", "vocab_size: 400").replace("name: tiny-draft", "name: other-draft")
     (tmp_path / "other-draft.yaml").write_text(recipe)
@@ -347,6 +395,46 @@ def test_a_pair_with_different_token_ids_is_refused_before_anything_starts(
     )
     with pytest.raises(ConfigError, match=r"token ids differ \(target / draft\):( \d+ is '.*' / .*;?){5}\. Choose"):
         LLM(str(tmp_path / "mixed.yaml"), store=store)
+
+
+@in_loop
+async def test_a_prompt_of_4000_tokens_delays_eight_streams_by_one_chunk_at_most(
+    store: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    """Between real processes: while the prompt is computed, eight streams get tokens with every chunk of it."""
+    for name in ("tiny-target", "tiny-draft"):
+        recipe = (Path(__file__).parents[1] / "build" / "recipes" / f"{name}.yaml").read_text()
+        recipe = recipe.replace("max_model_len: 512", "max_model_len: 4200").replace(
+            f"name: {name}", f"name: long-{name}"
+        )
+        (tmp_path / f"long-{name}.yaml").write_text(recipe)
+    path = tmp_path / "long.yaml"
+    path.write_text(
+        "name: long\ntarget:\n  recipe: long-tiny-target.yaml\ndraft:\n  recipe: long-tiny-draft.yaml\n"
+        "  kv_tokens: 32768\nspeculation:\n  lookahead: 2\n  fan_out:\n    budget: 3\nserving:\n  max_sequences: 9\n"
+    )
+    config = read_deployment(path)
+    order: list[int] = []  # whose tokens came, one entry for each event
+
+    async def follow(launcher: Launcher, number: int, prompt: list[int], params: SamplingParams) -> None:
+        async for event in launcher.client.stream(prompt, params):
+            if event.tokens:
+                order.append(number)
+
+    async with Launcher(config, *build_engines(config, path, store)) as launcher:
+        params = replace(LONG, max_tokens=1000)
+        streams = [asyncio.create_task(follow(launcher, n, [n, 9], params)) for n in range(8)]
+        while len(set(order)) < 8:
+            await asyncio.sleep(0.01)
+        before = len(order)
+        await follow(launcher, 8, [token % 499 for token in range(4000)], replace(params, max_tokens=1))
+        during = Counter(order[before : order.index(8)])
+        assert not any(stream.done() for stream in streams)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    chunks = -(-4000 // config.serving.max_batch_tokens)
+    assert min(during[number] for number in range(8)) >= chunks
 
 
 def test_ranks_leave_when_their_launcher_is_killed(store: Path, nothing_left: None) -> None:

@@ -12,6 +12,7 @@ import promql_parser
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from saguaro.orchestrator.config import ServingConfig
 from test_telemetry import Rig
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -116,7 +117,9 @@ def test_alerts_have_all_that_an_alert_needs() -> None:
 def test_the_example_scrapes_the_ports_of_a_deployment_and_reads_the_rules() -> None:
     example = yaml.safe_load((DOCS / "monitoring/prometheus.yml").read_text())
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in example["scrape_configs"]}
-    assert targets == {"saguaro": ["127.0.0.1:8003"], "triton": ["127.0.0.1:8002"]}  # the defaults of ServingConfig
+    serving = ServingConfig()
+    ports = {"saguaro": serving.monitor_port, "openai": serving.openai_port, "triton": serving.triton_metrics_port}
+    assert targets == {job: [f"{serving.host}:{port}"] for job, port in ports.items()}
     assert [(DOCS / "monitoring" / name).is_file() for name in example["rule_files"]] == [True]
 
 

@@ -7,11 +7,23 @@ from hypothesis import strategies as st
 
 from saguaro.errors import ProtocolError
 from saguaro.orchestrator import protocol
-from saguaro.orchestrator.protocol import Answer, AnswerRow, Bye, DraftRow, Hello, Message, Round, Span, decode, encode
+from saguaro.orchestrator.protocol import (
+    Answer,
+    AnswerRow,
+    Bye,
+    DraftRow,
+    GrammarRef,
+    Hello,
+    Message,
+    Round,
+    Span,
+    decode,
+    encode,
+)
 from saguaro.orchestrator.types import Outcome, RequestSampling, SamplingParams, SparseProbs, Speculation
 
 REQUEST = RequestSampling(SamplingParams(temperature=0.5, seed=7), seed=7, prompt_length=3, stop_ids=(2,))
-ROW = DraftRow(4, 11, (5,), Outcome(1, 5), False, 3, 8, (0, 2), REQUEST)
+ROW = DraftRow(4, 11, (5,), Outcome(1, 5), False, 3, 8, (0, 2), REQUEST, GrammarRef(b"\x00\xff", "start: /a/"))
 
 probs = st.builds(
     lambda ids: SparseProbs(tuple(ids), tuple(1 / len(ids) for _ in ids)),

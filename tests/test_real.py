@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,24 @@ def test_with_a_seed_all_modes_sample_the_same_text(llm: LLM) -> None:
     # In low precision a text may part where two tokens are all but equal; it must not do so at once.
     assert results[0].token_ids[:16] == results[1].token_ids[:16] == results[2].token_ids[:16]
     assert results[2].stats.hit_rate is not None
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    """The 1.5B in float32, split over two ranks and whole, token for token. Builds two engines of 6 GB."""
+    answers = []
+    for tp in (1, 2):
+        (tmp_path / f"coder-tp{tp}.yaml").write_text(
+            f"name: coder-tp{tp}\nengine: pytorch\nmodel: qwen2.5-coder-1.5b\ndtype: float32\ntp: {tp}\n"
+        )
+        deployment = tmp_path / f"tp{tp}.yaml"
+        deployment.write_text(
+            f"name: tp{tp}\ntarget:\n  recipe: coder-tp{tp}.yaml\n  kv_tokens: 2048\nspeculation:\n  mode: ar\n"
+        )
+        with LLM(str(deployment)) as llm:
+            chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
+            answers.append(llm.generate(chats, SamplingParams(temperature=0, max_tokens=48)))
+    for one, two in zip(*answers, strict=True):
+        index = parting(one, two)
+        if index is not None:
+            ties = (*one.stats.near_ties, *two.stats.near_ties)
+            assert index in ties, f"the texts part at token {index}, no near-tie: {one.text!r}, {two.text!r}"

@@ -182,7 +182,7 @@ def test_only_the_rows_that_missed_are_drafted_again() -> None:
     while not any(sequence.finish_reason for sequence in batch):
         served.clear()
         redrafted.clear()
-        both.verifier.step(batch)
+        both.step(batch)
         hits = {sequence.id for sequence in batch if sequence.rounds[-1].hit}
         misses = {sequence.id for sequence in batch if sequence.rounds[-1].hit is False}
         assert set(served) == hits
@@ -258,11 +258,11 @@ def test_a_late_draft_is_dropped_counted_and_used_again(caplog: pytest.LogCaptur
     both = pair()
     sequence = both.sequence([0, 3], p)
     for _ in range(3):
-        both.verifier.step([sequence])
+        both.step([sequence])
     both.channel.delay = 1
-    both.verifier.step([sequence])
+    both.step([sequence])
     assert sequence.rounds[-1].hit is None
-    both.verifier.step([sequence])
+    both.step([sequence])
     assert sequence.rounds[-1].hit is None  # suspect: not even asked
     both.channel.delay = 0
     before = len(sequence.rounds)
@@ -278,7 +278,7 @@ def test_a_restarted_draft_starts_from_an_empty_pool() -> None:
     both = pair()
     sequence = both.sequence([0, 3], p)
     for _ in range(4):
-        both.verifier.step([sequence])
+        both.step([sequence])
     fresh = pair()
     both.channel.speculator = fresh.speculator
     fresh.speculator._channel = both.speculator._channel

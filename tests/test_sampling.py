@@ -35,10 +35,9 @@ from saguaro.orchestrator.sampling import (
     needs_history,
     propose,
     residual,
-    scores,
     verify,
 )
-from saguaro.orchestrator.scores import _mass
+from saguaro.orchestrator.scores import _mass, target_scores
 from saguaro.orchestrator.types import Outcome, RequestSampling, SamplingParams, SparseProbs, Speculation
 
 DRAWS = 200_000
@@ -53,6 +52,14 @@ def request(seed=7, prompt_length=1, stop_ids=(), **params):
 def logits_of(*rows):
     """Float64 logits whose softmax is the rows."""
     return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def scores(*chain):
+    """[R, V] scores of the target's chain, whose softmax is p. An empty row is refused, as when it is read."""
+    result = target_scores(*chain)
+    for row in range(len(result.values)):
+        result.row(row)
+    return result.dense()
 
 
 def probs_of(table):

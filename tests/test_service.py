@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,17 +19,21 @@ from typing import Any
 import pytest
 import zmq
 
+from byte_tokenizer import byte_level
 from conftest import in_loop
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import CapacityError, ConfigError, LinkError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
+from saguaro.orchestrator.grammar import Grammars, GrammarState
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.service import Service
+from saguaro.orchestrator.service_protocol import Tokens
 from saguaro.orchestrator.target import EngineTarget
 from saguaro.orchestrator.types import SamplingParams
 
+TOKENIZER = byte_level()
 CHAIN = [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]  # 0 1 2 3 0 …
 FLAT = [[1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 2], [2, 1, 1, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -42,7 +48,9 @@ def socket(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def service(socket: Path, weights: list[list[int]] = CHAIN, limit: int | None = None) -> Iterator[Service]:
+def service(
+    socket: Path, weights: list[list[int]] = CHAIN, limit: int | None = None, grammars: Grammars | None = None
+) -> Iterator[Service]:
     """A service in a thread until the block ends; with a `limit` it dies without a word after that many rounds."""
     config = DeploymentConfig(
         "test",
@@ -51,7 +59,16 @@ def service(socket: Path, weights: list[list[int]] = CHAIN, limit: int | None = 
         serving=ServingConfig(max_sequences=2, max_batch_tokens=8, max_queue=16),
     )
     engine = ScriptedEngine(markov_table([[Fraction(w, sum(row)) for w in row] for row in weights]), 4, 64, 4, 20)
-    running = Service(config, EngineTarget(engine, "coupled"), BlockPool(4, 4), (3,), socket, lambda: None)
+    running = Service(
+        config,
+        EngineTarget(engine, "coupled"),
+        BlockPool(4, 4),
+        (3,),
+        socket,
+        lambda: None,
+        TOKENIZER if grammars else None,
+        grammars,
+    )
     if limit is not None:
         step = running._round
 
@@ -160,6 +177,9 @@ async def test_a_vanished_client_takes_its_requests_along(socket: Path) -> None:
         while (status := await client.status()).running + status.waiting:
             await asyncio.sleep(0.01)
         assert status.free_target_blocks == 20
+        text = await client.metrics()
+        assert 'saguaro_requests_finished_total{reason="cancelled"} 5.0' in text
+        assert 'saguaro_requests_finished_total{reason="stop"} 1.0' in text
 
 
 @in_loop
@@ -218,6 +238,11 @@ async def test_a_full_queue_refuses_and_serves_the_others(socket: Path) -> None:
         assert all("serving.max_queue is 16" in str(error) for error in refused)
         assert len(served) >= 18
         assert len(refused) >= 1
+        text = await client.metrics()
+        assert f'saguaro_requests_refused_total{{reason="capacity"}} {len(refused)}.0' in text
+        assert f'saguaro_requests_finished_total{{reason="length"}} {len(served)}.0' in text
+        assert f"saguaro_generated_tokens_total {60 * len(served)}.0" in text
+        assert f"saguaro_queue_seconds_count {len(served)}.0" in text
 
 
 @in_loop
@@ -273,11 +298,99 @@ def test_streams_go_on_where_they_were_when_another_service_takes_over(tmp_path:
     assert [len(tokens) for tokens in undisturbed] == [60] * 3
 
 
+def test_a_resumed_request_has_only_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> list[Tokens]:
+        client = Client(tmp_path / "socket", patience=1e9)
+        try:
+            return [event async for event in client.stream([0], ENDLESS, timeout_s=1e6)]
+        finally:
+            await client.close()
+
+    with ThreadPoolExecutor() as pool:
+        with service(tmp_path / "socket", limit=5):
+            working = pool.submit(asyncio.run, work())
+        # The client's clock alone: to the second service the request is as new as any.
+        monkeypatch.setattr(
+            "saguaro.orchestrator.client.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1e7)
+        )
+        with service(tmp_path / "socket"):
+            events = working.result(60)
+    assert events[-1].finish_reason == "timeout"
+    assert [token for event in events for token in event.tokens] == [1, 2, 3, 0, 1]
+
+
+class Gated(Grammars):
+    """Compiles when it is told to: a grammar that takes as long as the test wants."""
+
+    def __init__(self, folder: Path) -> None:
+        TOKENIZER.save(str(folder / "tokenizer.json"))
+        super().__init__(folder / "tokenizer.json", TOKENIZER.get_vocab_size(), (0,))
+        self.gate = threading.Event()
+
+    def start(self, params: SamplingParams) -> GrammarState | None:
+        assert self.gate.wait(60)
+        return super().start(params)
+
+
+def test_a_grammar_that_compiles_slowly_holds_up_nobody_else(tmp_path: Path) -> None:
+    grammars = Gated(tmp_path)
+    params = replace(ENDLESS, max_tokens=9, regex=re.escape(TOKENIZER.decode([1, 2])))
+
+    async def work() -> None:
+        async with connect(tmp_path / "socket") as client:
+            structured = asyncio.create_task(tokens(client, [0], params))
+            leaving = client.stream([0], params)
+            left = asyncio.create_task(anext(leaving))
+            overdue = asyncio.create_task(tokens(client, [0], params, timeout_s=0.2))
+            assert await tokens(client, [0]) == [1, 2, 3]
+            assert await overdue == []
+            while (await client.status()).waiting < 2:
+                await asyncio.sleep(0.01)
+            left.cancel()
+            with suppress(asyncio.CancelledError):
+                await left
+            while (await client.status()).waiting > 1:
+                await asyncio.sleep(0.01)
+            assert not structured.done()
+            grammars.gate.set()
+            assert await structured == [1, 2]
+            assert (await client.status()).free_target_blocks == 20
+            with pytest.raises(ConfigError, match="regex cannot be used"):
+                await tokens(client, [0], replace(params, regex="[a"))
+            assert await tokens(client, [0]) == [1, 2, 3]
+
+    with service(tmp_path / "socket", grammars=grammars):
+        asyncio.run(work())
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_so_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saguaro.orchestrator.service._COMPILE_S", 0.3)
+    grammars = Gated(tmp_path)
+    params = replace(ENDLESS, regex="x")
+
+    async def work() -> None:
+        async with connect(tmp_path / "socket") as client:
+            refused = await asyncio.gather(*(tokens(client, [0], params) for _ in range(18)), return_exceptions=True)
+            said = Counter(str(error).partition(":")[0] for error in refused)
+            assert said["the grammar was not compiled within 0.3 s"] == 1
+            assert sum(count for text, count in said.items() if "the grammars of other requests" in text) == 15
+            assert sum(count for text, count in said.items() if "serving.max_queue is 16" in text) == 2
+            assert await tokens(client, [0]) == [1, 2, 3]
+            grammars.gate.set()
+
+    with service(tmp_path / "socket", grammars=grammars):
+        asyncio.run(work())
+
+
 @in_loop
 async def test_a_service_that_does_not_answer_is_said(tmp_path: Path) -> None:
     async with connect(tmp_path / "nobody") as client:
         with pytest.raises(LinkError, match="did not answer within 0.2 s"):
             await client.status(timeout=0.2)
+        with pytest.raises(LinkError, match="did not answer within 0.2 s"):
+            await client.metrics(timeout=0.2)
 
 
 @in_loop
@@ -302,8 +415,20 @@ async def test_a_draining_service_finishes_what_it_has_and_takes_nothing_new(soc
         assert first.tokens + [token async for event in stream for token in event.tokens] == alone
 
 
-@in_loop
-async def test_draining_at_once_ends_what_runs_with_the_reason(tmp_path: Path) -> None:
+def test_draining_at_once_ends_what_runs_with_the_reason(tmp_path: Path) -> None:
+    async def drain() -> None:
+        async with connect(tmp_path / "slow") as client:
+            streams = [client.stream([0], ENDLESS) for _ in range(3)]  # two run, one waits
+            waiting = [asyncio.create_task(_all(stream)) for stream in streams]
+            while (await client.status()).running != 2:
+                await asyncio.sleep(0.01)
+            await client.drain(end=True)
+            for ended in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(ended, CapacityError)
+                assert "shutting down" in str(ended)
+            status = await client.status()
+            assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, status.target_blocks)
+
     with service(tmp_path / "slow") as slow:
         step = slow._round
 
@@ -312,17 +437,7 @@ async def test_draining_at_once_ends_what_runs_with_the_reason(tmp_path: Path) -
             step(batch)
 
         slow._round = slowly  # type: ignore[method-assign]
-        async with connect(tmp_path / "slow") as client:
-            streams = [client.stream([0], ENDLESS) for _ in range(3)]  # two run, one waits
-            waiting = [asyncio.create_task(_all(stream)) for stream in streams]
-            while (await client.status()).running != 2:
-                await asyncio.sleep(0.01)
-            await client.drain(end=True)
-            for task in waiting:
-                with pytest.raises(CapacityError, match="shutting down"):
-                    await task
-            status = await client.status()
-            assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, status.target_blocks)
+        asyncio.run(drain())
 
 
 async def _all(stream: AsyncIterator[Any]) -> list[Any]:

@@ -117,7 +117,7 @@ def test_tokens_end_with_the_one_that_completes_the_stop_string(mode: Mode, text
     pair = following(single(text))
     sequence = pair.sequence([0], SamplingParams(temperature=0, max_tokens=100, stop=(stop,), logprobs=0), mode)
     while not sequence.finish_reason:
-        pair.verifier.step([sequence])
+        pair.step([sequence])
     assert sequence.target_length == sequence.length - 1  # the KV of what was cut off does not count
     tokens = sequence.tokens[1:]
     sequence.release()

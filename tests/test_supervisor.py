@@ -220,15 +220,15 @@ def run_of(pid: int, folder: Path) -> RunState:
 def dead(home: Path, tmp_path: Path) -> Iterator[tuple[RunState, subprocess.Popen[bytes]]]:
     """A deployment whose supervisor has died and left a process, a folder and a region of shared memory."""
     with subprocess.Popen(["sleep", "60"]) as supervisor:
-        state = run_of(supervisor.pid, tmp_path / "temporary")
+        state = run_of(supervisor.pid, tmp_path / f"saguaro-test{os.getpid()}")
         supervisor.kill()
     folder = StateFolder("demo")
     folder.make()
     folder.write(state)
-    region = Path(f"/dev/shm/{state.run}-region")
+    region = Path(f"/dev/shm/{Path(state.folder).name}-region")
     region.write_bytes(b"x")
     left = subprocess.Popen(
-        ["sh", "-c", "sleep 60; :", f"--backend-config=python,shm-region-prefix-name={state.run}-"],
+        ["sh", "-c", "sleep 60; :"],
         env={**os.environ, janitor.MARK: state.run},
         start_new_session=True,
     )
@@ -241,7 +241,8 @@ def dead(home: Path, tmp_path: Path) -> Iterator[tuple[RunState, subprocess.Pope
 
 
 def gone(state: RunState, left: subprocess.Popen[bytes]) -> bool:
-    return left.wait(10) == -9 and not Path(state.folder).exists() and not Path(f"/dev/shm/{state.run}-region").exists()
+    regions = list(Path("/dev/shm").glob(f"{Path(state.folder).name}-*"))
+    return left.wait(10) == -9 and not Path(state.folder).exists() and not regions
 
 
 def test_stop_takes_away_what_a_dead_supervisor_left(dead: tuple[RunState, subprocess.Popen[bytes]]) -> None:

@@ -46,6 +46,7 @@ class Rig:
             self.pair.verifier,
             target_pool=self.pair.target_pool,
             draft_pool=self.pair.draft_pool,
+            compiling=lambda: 3,
         )
 
     def run(self, *requests: tuple[int, Mode]) -> None:
@@ -116,6 +117,7 @@ def test_levels_are_those_of_the_moment() -> None:
     sequence = rig.pair.sequence([0, 1, 2, 3, 0], SamplingParams(temperature=0, max_tokens=9), "ssd")
     rig.scheduler.add(sequence)
     assert (rig["saguaro_requests_running"], rig["saguaro_requests_waiting"], rig["saguaro_queue_limit"]) == (0, 1, 2)
+    assert rig["saguaro_requests_compiling"] == 3
     rig.scheduler.schedule()
     assert (rig["saguaro_requests_running"], rig["saguaro_requests_waiting"]) == (1, 0)
     assert (rig['saguaro_kv_free_blocks{pool="target"}'], rig['saguaro_kv_blocks{pool="target"}']) == (48, 50)
@@ -226,11 +228,8 @@ def test_collapse_is_said_once_and_ends_with_some_distance(caplog: pytest.LogCap
 
 
 def test_a_draft_that_never_helps_sets_the_alarm_and_one_that_does_not_speculate_does_not() -> None:
-    rig = Rig(BACKWARDS)
-    for _ in range(3):
-        rig.run((40, "ssd"))
+    rig, plain = Rig(BACKWARDS, lookahead=1, budget=0), Rig(BACKWARDS)
+    rig.run((60, "ssd"), (60, "ssd"))
+    plain.run((60, "ar"), (60, "ar"))
     assert rig["saguaro_acceptance_collapsed"] == 1
-    plain = Rig(BACKWARDS)
-    for _ in range(3):
-        plain.run((40, "ar"))
     assert plain["saguaro_acceptance_collapsed"] == 0

@@ -65,6 +65,16 @@ def test_an_idle_follower_sleeps_and_ends_with_its_leader(tmp_path: Path) -> Non
     assert ranks.run(3, ranks.lose_the_leader, tmp_path) == [1, ranks.LOST, ranks.LOST]
 
 
+def test_i20_one_rank_decides_a_tie_and_the_others_commit_the_same(tmp_path: Path) -> None:
+    """I-20: every rank took its own argmax at a near-tie; they parted and waited for each other for ever."""
+    assert ranks.run(2, ranks.tie_with_noise, tmp_path) == [0, 0]
+    (ran, chosen, tokens), (ran_too, own_choices, _) = (torch.load(tmp_path / f"ran-{rank}.pt") for rank in range(2))
+    assert ran == ran_too  # the same tokens at the same positions in every round: the same counts were committed
+    assert min(tokens) < 255 <= max(tokens)  # the noise decided, now this way and now that
+    assert own_choices != chosen  # a rank that decided for itself would have gone another way
+    assert len(tokens) == 30
+
+
 # Batches --------------------------------------------------------------------------------------------------------------
 
 ids = st.integers(0, 2**40)

@@ -17,7 +17,7 @@ from saguaro.errors import LinkError
 from saguaro.orchestrator.client import Client
 
 _log = logging.getLogger(__name__)
-INTERVAL = 5.0  # seconds between two looks at the service
+INTERVAL = 2.0  # seconds between two looks at the service
 
 
 class MetricsMirror:

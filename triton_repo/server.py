@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -34,6 +35,7 @@ _STUB = "triton_python_backend_stub"
 # Errors that a machine without a GPU always gets, and that mean nothing.
 _HARMLESS = ("CudaDriverHelper has not been initialized", "unable to create stream for ensemble")
 _PR_SET_PDEATHSIG = 1
+_STACK = 2**28  # bytes of address space for each thread's stack
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
@@ -41,12 +43,21 @@ class TritonServer:
     """One tritonserver process and its stubs. `folder` is for its own files, and is made if missing.
 
     The executable is the one on PATH (a container's), else that of the installed nvidia-pytriton. A port of 0 takes a
-    free one; `http_port`, `grpc_port` and `metrics_port` are the real ones. Models see this interpreter's packages.
+    free one; `http_port`, `grpc_port` and `metrics_port` are the real ones. Names of its shared memory begin with
+    `prefix`, which no other server may have. Models see this interpreter's packages.
     Raises LaunchError when the server cannot be started here.
     """
 
     def __init__(
-        self, repository: Path, *, host: str, http_port: int, grpc_port: int, metrics_port: int, folder: Path
+        self,
+        repository: Path,
+        *,
+        host: str,
+        http_port: int,
+        grpc_port: int,
+        metrics_port: int,
+        folder: Path,
+        prefix: str | None = None,
     ) -> None:
         self.host = host
         self._host = "127.0.0.1" if host in ("0.0.0.0", "") else host  # where this machine reaches it
@@ -55,9 +66,8 @@ class TritonServer:
         )
         self._repository = repository
         self._folder = folder
-        self._prefix = (
-            f"saguaro-triton-{secrets.token_hex(4)}-"  # of its shared memory, and on its stubs' command lines
-        )
+        # Of its shared memory, and on its stubs' command lines.
+        self._prefix = prefix or f"saguaro-triton-{secrets.token_hex(4)}-"
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -90,7 +100,7 @@ class TritonServer:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C is for this process; it stops the server in order
-            preexec_fn=_die_with_parent,
+            preexec_fn=_prepare_process,
             limit=2**20,  # bytes of a line
         )
         self._reader = asyncio.create_task(self._read())
@@ -102,7 +112,7 @@ class TritonServer:
             if self._started().returncode is not None:
                 raise LaunchError(trouble)
             if time.monotonic() > deadline:
-                raise LaunchError(f"tritonserver was not ready within {timeout:g} s ({trouble}): {self._last_words()}")
+                raise LaunchError(f"tritonserver was not ready within {timeout:g} s ({trouble}): {self.last_words()}")
             await asyncio.sleep(_LOOK)
 
     async def healthy(self) -> bool:
@@ -115,31 +125,42 @@ class TritonServer:
         Triton itself goes on reporting ready when a model's stub has died, and never starts it again. So its children
         are looked at, and the two models that can be asked something harmless are asked.
         """
-        process = self._started()
-        if process.returncode is not None:
-            if self._reader:
-                await asyncio.wait([self._reader], timeout=1.0)  # its last words may still be under way
-            return f"tritonserver ended with status {process.returncode}: {self._last_words()}"
-        for name, state in _children(process.pid):
-            if state == "Z":
-                return f"a model's process of tritonserver has died ({name})"
+        if death := await self.death():
+            return death
         try:
             await asyncio.to_thread(self._ask)
         except (OSError, ValueError) as error:
             return f"tritonserver does not answer on port {self.http_port}: {error}"
         return None
 
-    async def stop(self) -> None:
-        """End the server, in order if it can, and whatever it leaves behind. Harmless when done twice."""
+    async def death(self) -> str | None:
+        """How the server or one of its stubs has ended, in a sentence; None while all are there. Asks nobody."""
+        process = self._started()
+        if process.returncode is not None:
+            if self._reader:
+                await asyncio.wait([self._reader], timeout=1.0)  # its last words may still be under way
+            return f"tritonserver ended with status {process.returncode}: {self.last_words()}"
+        for name, state in _children(process.pid):
+            if state == "Z":
+                return f"a model's process of tritonserver has died ({name})"
+        return None
+
+    async def stop(self, grace: float = _EXIT_TIMEOUT + 5.0) -> None:
+        """End the server, in order if it can within `grace` seconds, and whatever it leaves behind.
+
+        Harmless when done twice. With a dead stub it never can.
+        """
         process = self._process
         if process is None:
             return
-        for number, patience in ((signal.SIGTERM, _EXIT_TIMEOUT + 5.0), (signal.SIGKILL, 5.0)):
-            if process.returncode is None:
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            if process.returncode is None and patience > 0:
                 with suppress(ProcessLookupError):
                     process.send_signal(number)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), patience)
+                deadline = time.monotonic() + patience
+                # Not `process.wait`: that waits for stubs too, which may outlive the server and hold its output open.
+                while process.returncode is None and time.monotonic() < deadline:
+                    await asyncio.sleep(_LOOK)
         self._clear()
         if self._reader:
             await asyncio.wait([self._reader], timeout=3.0)
@@ -183,8 +204,9 @@ class TritonServer:
             raise LaunchError("tritonserver has not been started")
         return self._process
 
-    def _last_words(self) -> str:
-        errors = [line for line in self._tail if _level(line) >= logging.WARNING]
+    def last_words(self) -> str:
+        """What it said last, errors rather than anything else."""
+        errors = [line for line in self._tail if _level(line) >= logging.ERROR]
         return " | ".join((errors or list(self._tail))[-6:]) or "it said nothing"
 
 
@@ -245,7 +267,7 @@ def _children(pid: int) -> Iterator[tuple[str, str]]:
 
 def _level(line: str) -> int:
     """Of a line of the server's log (after the time stamp a letter), or of one of ours in a model's process."""
-    level = {"W": logging.WARNING, "E": logging.ERROR}.get(line.split(" ", 2)[1:2][0] if " " in line else "")
+    level = {"W": logging.WARNING, "E": logging.ERROR}.get("".join(line.split(" ", 2)[1:2]))
     known = logging.getLevelNamesMapping().get(line.partition(" saguaro: ")[0])
     return level or known or logging.DEBUG
 
@@ -256,6 +278,13 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the server: be told to end when the thread that started it is gone."""
+def _prepare_process() -> None:
+    """In the child, before it becomes the server: be told to end when the thread that started it is gone.
+
+    And have threads with large stacks: with the usual 8 MiB, an HTTP body of 6 MB overflows one in Triton 24.10, which
+    then crashes.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _, limit = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _STACK if limit == resource.RLIM_INFINITY else min(_STACK, limit)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, limit))

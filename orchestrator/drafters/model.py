@@ -14,7 +14,7 @@ from saguaro.engines.base import Engine, causal_batch, fan_out_batch, slots_of
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.drafters.base import Trunk
-from saguaro.orchestrator.grammar import Grammars, has_grammar
+from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Rule, SparseProbs, Speculation
 from saguaro.plugins.fan_out import FanOut
@@ -157,7 +157,7 @@ class ModelDrafter:
         """
         width = needed if trunk.row.request.params.temperature == 0 else max(needed, self._width)
         context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
-        follows = self._grammars is not None and has_grammar(trunk.row.request.params)
+        follows = self._grammars is not None and trunk.row.grammar is not None
         if follows or sampling.needs_history(trunk.row.request.params):
             slots = slots_of(trunk.row.table, context, self._engine.block_size)
             context = self._token_in_slot[slots].tolist()
@@ -169,8 +169,9 @@ class ModelDrafter:
     ) -> torch.Tensor | None:
         """[R, V] bool: what the request's grammar lets follow. Without it drafts are only accepted less often."""
         try:
-            answer = context[row.request.prompt_length :]
-            state = self._grammars.follow(row.sequence, row.request.params, answer) if self._grammars else None
+            if self._grammars is None or row.grammar is None:
+                return None
+            state = self._grammars.follow(row.sequence, row.grammar, context[row.request.prompt_length :])
             return state.masks(tails, logits.shape[1]).to(logits.device) if state else None
         except ConfigError as error:  # the target will say so to the client
             _log.warning("drafting without the grammar of sequence %d: %s", row.sequence, error)
