@@ -183,7 +183,7 @@ def _load(arguments: argparse.Namespace) -> None:
         rates=arguments.rate,
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
-        window_s=arguments.seconds,
+        window=arguments.window,
     )
 
 
@@ -392,7 +392,9 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")
     load.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
     load.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    load.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each of a level's 3 windows (10)")
+    load.add_argument(
+        "--window", type=int, default=10, metavar="N", help="requests in each of a level's 3 windows (10)"
+    )
     load.add_argument("--out", default="load", metavar="DIR", help="for load.json, .csv and .png (default ./load)")
     load.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
 

@@ -10,9 +10,23 @@ from pathlib import Path
 import pytest
 
 from saguaro.bench.load import LoadPlan, read_prompts, run_load, shipped_prompts, write_results
+from saguaro.bench.perf_analyzer import perf_analyzer
+from saguaro.build.driver import default_store
 from saguaro.errors import ConfigError, LaunchError
+from serving import Served
 
 MS = 1_000_000
+
+
+@pytest.fixture(scope="session")
+def tools() -> Path:
+    """Where perf_analyzer is kept: in the user's own cache, because it is fetched and never changes."""
+    try:
+        perf_analyzer(default_store())
+    except LaunchError as error:
+        pytest.skip(f"NOT TESTED: perf_analyzer cannot be had on this machine: {error}")
+    return default_store()
+
 
 # Stands where perf_analyzer would: notes how it was called and exports what the test laid out.
 TOOL = """
@@ -80,7 +94,7 @@ def test_levels_modes_and_routes_are_asked_for(tmp_path: Path) -> None:
         concurrencies=(1,),
         rates=(0.5,),
         max_tokens=7,
-        window_s=2.5,
+        window=5,
     )
     points = measure(plan, tool)
     assert [(p.route, p.concurrency, p.rate, p.mode) for p in points] == [
@@ -92,7 +106,7 @@ def test_levels_modes_and_routes_are_asked_for(tmp_path: Path) -> None:
     first, *_, last = calls(tmp_path)
     assert first["arguments"][:6] == ["-m", "ensemble", "-i", "grpc", "--streaming", "-u"]
     assert ("--concurrency-range", "1") in zip(first["arguments"], first["arguments"][1:])
-    assert ("--measurement-interval", "2500") in zip(first["arguments"], first["arguments"][1:])
+    assert ("--measurement-request-count", "5") in zip(first["arguments"], first["arguments"][1:])
     assert ("--request-rate-range", "0.5") in zip(last["arguments"], last["arguments"][1:])
     assert [entry["speculation_mode"] for entry in first["inputs"]["data"]] == [["ar"], ["ar"]]
     assert json.loads(first["inputs"]["data"][1]["messages"][0]) == [{"role": "user", "content": "you"}]
@@ -142,7 +156,7 @@ def test_a_failing_tool_is_quoted(tmp_path: Path) -> None:
         ({"rates": (-1.0,)}, "rates"),
         ({"routes": ("carrier pigeon",)}, "routes"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"window_s": 0.0}, "window_s"),
+        ({"window": 0}, "window"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], named: str) -> None:
@@ -168,3 +182,25 @@ def test_results_are_written(tmp_path: Path) -> None:
     with (tmp_path / "out/load.csv").open() as file:
         assert [row["mode"] for row in csv.DictReader(file)] == ["ar", "ssd", "ar", "ssd"]
     assert (tmp_path / "out/load.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_real_tool_sweeps_the_real_server(served: Served, tools: Path) -> None:
+    """Every route, and 1 to 8 requests in flight over gRPC: no request fails, and every answer is complete."""
+    about = {"prompts": ("hello there", "a somewhat longer prompt"), "max_tokens": 12, "window": 4}
+    plans = [
+        LoadPlan(**about, concurrencies=(1, 2, 4, 8), modes=("ssd",)),
+        LoadPlan(**about, concurrencies=(2,), routes=("ensemble-http", "ssd-grpc"), modes=("ar",)),
+        LoadPlan(**about, concurrencies=(), rates=(4.0,), modes=("sd",)),
+    ]
+    server = served.server
+    http, grpc = f"{server.host}:{server.http_port}", f"{server.host}:{server.grpc_port}"
+    tool = perf_analyzer(tools)
+    encode = served.llm.encode
+    points = [p for plan in plans for p in run_load(plan, tool=tool, http=http, grpc=grpc, encode=encode)]
+    assert len(points) == 7
+    for point in points:
+        assert point.requests > 0
+        tokens = point.tokens_per_second / point.requests_per_second
+        assert tokens == pytest.approx(12, rel=1e-3)  # of every answer: the ends of the model are ignored
+        assert 0 < point.ttft_p50 <= point.latency_p50 <= point.latency_p99
+    served.until_idle()
