@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[mpi,dev,serve]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[mpi,dev,serve,bench]"
 	touch $@
 
 demo: $(READY)

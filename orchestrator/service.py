@@ -47,11 +47,10 @@ from saguaro.orchestrator.service_protocol import (
 )
 from saguaro.orchestrator.target import EngineTarget
 from saguaro.orchestrator.telemetry import Telemetry
-from saguaro.orchestrator.types import Mode, RequestSampling, SamplingParams, TokenLogprobs
+from saguaro.orchestrator.types import MODES, RequestSampling, SamplingParams, TokenLogprobs
 from saguaro.orchestrator.verifier import Verifier
 
 _log = logging.getLogger(__name__)
-_MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
 _IDLE_MS = 20
 _COMPILING_MS = 1  # between two looks at whether a grammar is ready, when there is nothing else to do
 _COMPILE_S = 10.0  # seconds that a request waits for its grammar at most
@@ -283,7 +282,7 @@ class Service:
         limits = self._config.speculation
         mode = submit.mode or limits.mode
         lookahead = limits.lookahead if submit.lookahead is None else submit.lookahead
-        if _MODES.index(mode) > _MODES.index(limits.mode):
+        if MODES.index(mode) > MODES.index(limits.mode):
             raise ConfigError(f"mode {mode!r} is more than this deployment's {limits.mode!r}: ask for {limits.mode!r}")
         if not 1 <= lookahead <= limits.lookahead:
             raise ConfigError(f"lookahead must be between 1 and this deployment's {limits.lookahead}, got {lookahead}")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from saguaro.errors import ConfigError
 
 Mode = Literal["ar", "sd", "ssd"]
+MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")  # each can do what those before it can
 Rule = Literal["coupled", "ratio"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 

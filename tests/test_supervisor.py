@@ -211,7 +211,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_of(pid: int, folder: Path) -> RunState:
     folder.mkdir()
-    return RunState("demo", "demo.yaml", pid, process_start(pid) or 0, f"test{os.getpid()}", time.time(), str(folder), 1.0)
+    return RunState(
+        "demo", "demo.yaml", pid, process_start(pid) or 0, f"test{os.getpid()}", time.time(), str(folder), 1.0
+    )
 
 
 @pytest.fixture
