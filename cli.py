@@ -127,7 +127,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from saguaro.supervisor.commands import serve, serve_detached
+    from saguaro.supervisor.serve import serve, serve_detached
 
     log_file = Path(arguments.log_file).absolute() if arguments.log_file else None
     if not arguments.detach:
@@ -139,14 +139,14 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from saguaro.supervisor.commands import describe, status
+    from saguaro.supervisor.control import describe, status
 
     state = status(arguments.name)
     print(json.dumps(asdict(state)) if arguments.json else describe(state))
 
 
 def _stop(arguments: argparse.Namespace) -> None:
-    from saguaro.supervisor.commands import stop
+    from saguaro.supervisor.control import stop
 
     print(f"stopped {stop(arguments.name, now=arguments.now)}")
 

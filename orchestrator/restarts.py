@@ -16,9 +16,7 @@ class Restarts:
     day never adds up to the end of a deployment.
     """
 
-    def __init__(
-        self, limit: int, *, settled: float = _SETTLED, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, limit: int, *, settled: float = _SETTLED, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._settled = settled
         self._clock = clock

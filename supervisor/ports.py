@@ -41,7 +41,7 @@ def _bind(held: ExitStack, host: str, port: int, key: str) -> int:
         server.listen(1)
     except OSError as error:
         raise LaunchError(
-            f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there (`ss -ltnp` shows it), or "
+            f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there (see `ss -ltnp`), or "
             f"set serving.{key} in the deployment to another port, 0 for any free one"
         ) from error
     return int(server.getsockname()[1])

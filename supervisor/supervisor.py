@@ -93,9 +93,7 @@ class Supervisor:
         """As of now."""
         parts = dict(self._groups.parts() if self._groups else self._started)
         for keeper in self._keepers:
-            parts[keeper.part.name] = PartState(
-                keeper.state, keeper.part.pid, keeper.restarts.total, keeper.detail
-            )
+            parts[keeper.part.name] = PartState(keeper.state, keeper.part.pid, keeper.restarts.total, keeper.detail)
         if self._phase != "serving":
             status = self._phase
         elif any(part.state != "ready" for name, part in parts.items() if name != "draft"):
