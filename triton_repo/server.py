@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -26,7 +27,7 @@ from pathlib import Path
 from saguaro.errors import LaunchError
 
 _log = logging.getLogger(__name__)
-_TAIL = 40  # lines kept of the server's output, to explain its death
+_TAIL, _TOLD = 40, 4  # lines kept of the server's output, and those told of to explain its death
 _EXIT_TIMEOUT = 10  # seconds the server gives its requests when it is told to stop
 _LOOK = 0.05  # seconds between two looks at whether it is ready
 _ANSWER_TIMEOUT = 10.0  # seconds for the answer to a health check
@@ -34,6 +35,7 @@ _STUB = "triton_python_backend_stub"
 # Errors that a machine without a GPU always gets, and that mean nothing.
 _HARMLESS = ("CudaDriverHelper has not been initialized", "unable to create stream for ensemble")
 _PR_SET_PDEATHSIG = 1
+_STACK = 2**28  # bytes of address space for each thread's stack
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
@@ -67,6 +69,7 @@ class TritonServer:
         # Of its shared memory, and on its stubs' command lines.
         self._prefix = prefix or f"saguaro-triton-{secrets.token_hex(4)}-"
         self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._errors: deque[str] = deque(maxlen=_TAIL)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -98,7 +101,7 @@ class TritonServer:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C is for this process; it stops the server in order
-            preexec_fn=_die_with_parent,
+            preexec_fn=_prepare_process,
             limit=2**20,  # bytes of a line
         )
         self._reader = asyncio.create_task(self._read())
@@ -185,8 +188,9 @@ class TritonServer:
             line = raw.decode(errors="replace").rstrip()
             if not line or any(phrase in line for phrase in _HARMLESS):
                 continue
-            self._tail.append(line)
-            _log.log(_level(line), "[triton] %s", line)
+            level = _level(line)
+            (self._errors if level >= logging.ERROR else self._tail).append(line)
+            _log.log(level, "[triton] %s", line)
 
     def _clear(self) -> None:
         """Kill stubs that outlived the server, and unlink shared memory that it has not."""
@@ -204,8 +208,7 @@ class TritonServer:
 
     def last_words(self) -> str:
         """What it said last, errors rather than anything else."""
-        errors = [line for line in self._tail if _level(line) >= logging.WARNING]
-        return " | ".join((errors or list(self._tail))[-6:]) or "it said nothing"
+        return " | ".join(list(self._errors or self._tail)[-_TOLD:]) or "it said nothing"
 
 
 def _installation(folder: Path) -> tuple[str, list[str], dict[str, str]]:
@@ -265,7 +268,7 @@ def _children(pid: int) -> Iterator[tuple[str, str]]:
 
 def _level(line: str) -> int:
     """Of a line of the server's log (after the time stamp a letter), or of one of ours in a model's process."""
-    level = {"W": logging.WARNING, "E": logging.ERROR}.get(line.split(" ", 2)[1:2][0] if " " in line else "")
+    level = {"W": logging.WARNING, "E": logging.ERROR}.get("".join(line.split(" ", 2)[1:2]))
     known = logging.getLevelNamesMapping().get(line.partition(" saguaro: ")[0])
     return level or known or logging.DEBUG
 
@@ -276,6 +279,13 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the server: be told to end when the thread that started it is gone."""
+def _prepare_process() -> None:
+    """In the child, before it becomes the server: be told to end when the thread that started it is gone.
+
+    And have threads with large stacks: with the usual 8 MiB, an HTTP body of 6 MB overflows one in Triton 24.10, which
+    then crashes.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _, limit = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _STACK if limit == resource.RLIM_INFINITY else min(_STACK, limit)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, limit))
