@@ -23,7 +23,7 @@ from saguaro.orchestrator.config import find_deployment
 
 STREAMS = 16
 TOKENS = 60
-PORTS = "".join(
+PORTS = "".join(f"  {name}_port: 0\n" for name in ("http", "grpc", "triton_metrics", "monitor", "openai"))
     f"  {key}: 0\n" for key in ["http_port", "grpc_port", "triton_metrics_port", "monitor_port", "openai_port"]
 )
 FAULTS = (aiohttp.ClientError, ConnectionError)  # what a client calls a broken connection
@@ -98,6 +98,7 @@ def served(home: Path, store: Path) -> Iterator[Served]:
     served = Served(process, log, [])
     served.answers.extend(tokens for tokens, _ in asyncio.run(all_streams(served.state()["addresses"]["http"])))
     yield served
+    print(log.read_text())  # noqa: T201 - shown when a test fails
     if process.poll() is None:
         process.terminate()
         process.wait(120)
