@@ -24,8 +24,6 @@ from saguaro.orchestrator.config import find_deployment
 STREAMS = 16
 TOKENS = 60
 PORTS = "".join(f"  {name}_port: 0\n" for name in ("http", "grpc", "triton_metrics", "monitor", "openai"))
-    f"  {key}: 0\n" for key in ["http_port", "grpc_port", "triton_metrics_port", "monitor_port", "openai_port"]
-)
 FAULTS = (aiohttp.ClientError, ConnectionError)  # what a client calls a broken connection
 
 
