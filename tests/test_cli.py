@@ -115,7 +115,9 @@ def test_models_list(capsys: pytest.CaptureFixture[str], store: Path) -> None:
     assert not rows["smollm2-135m"]["installed"]
 
 
-@pytest.mark.parametrize("command", [[], ["models"], ["models", "pull"], ["build"], ["generate"], ["chat"]])
+@pytest.mark.parametrize(
+    "command", [[], ["models"], ["models", "pull"], ["build"], ["generate"], ["chat"], ["serve"], ["status"], ["stop"]]
+)
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main([*command, "--help"])
