@@ -248,6 +248,8 @@ def test_detached_it_is_ready_and_a_killed_supervisor_leaves_nothing(
     assert done.returncode == 0, done.stderr
     state = json.loads(saguaro("status", "--json").stdout)
     assert (state["name"], state["status"], "openai" in state["parts"]) == ("alone", "ok", False)
+    there = " ".join(leftovers())
+    assert all(word in there for word in ("tritonserver", "stub", "saguaro.supervisor", "/tmp/saguaro-"))
     os.kill(state["pid"], signal.SIGKILL)
 
 
