@@ -8,7 +8,7 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from saguaro import __version__
+import saguaro
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.draft_link import LinkCounts
 from saguaro.orchestrator.kv_blocks import BlockPool
@@ -29,7 +29,7 @@ class Levels:
 
     def collect(self) -> Iterable[Metric]:
         info = InfoMetricFamily("saguaro_build", "The release that runs")
-        info.add_metric([], {"version": __version__})
+        info.add_metric([], {"version": saguaro.__version__})
         return [info, *self._load(), *self._memory(), *self._drafting()]
 
     def _load(self) -> Iterable[Metric]:
