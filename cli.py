@@ -127,7 +127,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from saguaro.supervisor.commands import serve, serve_detached
+    from saguaro.supervisor.serve import serve, serve_detached
 
     log_file = Path(arguments.log_file).absolute() if arguments.log_file else None
     if not arguments.detach:
@@ -139,14 +139,14 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from saguaro.supervisor.commands import describe, status
+    from saguaro.supervisor.control import describe, status
 
     state = status(arguments.name)
     print(json.dumps(asdict(state)) if arguments.json else describe(state))
 
 
 def _stop(arguments: argparse.Namespace) -> None:
-    from saguaro.supervisor.commands import stop
+    from saguaro.supervisor.control import stop
 
     print(f"stopped {stop(arguments.name, now=arguments.now)}")
 
@@ -161,7 +161,7 @@ def _top(arguments: argparse.Namespace) -> None:
 def _monitor(name: str | None) -> str:
     """Where the monitor of a deployment that is served on this machine is to be found; a file stands for its name."""
     from saguaro.orchestrator.config import find_deployment, read_deployment
-    from saguaro.supervisor.commands import status
+    from saguaro.supervisor.control import status
 
     if name and name.endswith((".yaml", ".yml")):
         name = read_deployment(find_deployment(name)).name

@@ -20,7 +20,7 @@ from saguaro.llm import build_engines
 from saguaro.orchestrator.config import read_deployment
 from saguaro.orchestrator.prompts import encode_prompt
 from saguaro.orchestrator.types import MODES, Mode
-from saguaro.supervisor.commands import status
+from saguaro.supervisor.control import status
 
 _HEADS = {
     "requests_per_second": "req/s",

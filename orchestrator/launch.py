@@ -31,8 +31,8 @@ from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
-from saguaro.orchestrator.restarts import Restarts
 from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
+from saguaro.orchestrator.restarts import Restarts
 
 _log = logging.getLogger(__name__)
 _TAIL = 30  # lines kept of a group's output, to explain its death

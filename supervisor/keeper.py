@@ -15,7 +15,9 @@ from saguaro.orchestrator.restarts import Restarts
 _log = logging.getLogger(__name__)
 _POLL = 0.1  # seconds between two looks at whether the part is there
 _PROBE_EVERY = 2.0  # seconds between two probes
-_PROBE_TIMEOUT = 10.0  # seconds a probe may take; the processes share few cores with the models
+_PROBE_TIMEOUT = (
+    20.0  # seconds a probe may take: it shares few cores with the models, and a needless restart breaks streams
+)
 _SILENT_PROBES = 3  # in a row, after which a part that is there counts as hanging
 
 State = Literal["starting", "ready", "unready", "restarting", "failed", "stopped"]

@@ -26,7 +26,14 @@ def choose_ports(serving: ServingConfig) -> ServingConfig:
                 other = next(name for name, used in chosen.items() if used == port)
                 raise LaunchError(f"serving.{key} and serving.{other} are both {port}: give each a port of its own")
             chosen[key] = _bind(held, serving.host, port, key)
-    return replace(serving, **chosen)
+    return replace(
+        serving,
+        monitor_port=chosen["monitor_port"],
+        http_port=chosen["http_port"],
+        grpc_port=chosen["grpc_port"],
+        triton_metrics_port=chosen["triton_metrics_port"],
+        openai_port=chosen["openai_port"],
+    )
 
 
 def _bind(held: ExitStack, host: str, port: int, key: str) -> int:
@@ -41,7 +48,7 @@ def _bind(held: ExitStack, host: str, port: int, key: str) -> int:
         server.listen(1)
     except OSError as error:
         raise LaunchError(
-            f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there (`ss -ltnp` shows it), or "
+            f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there (see `ss -ltnp`), or "
             f"set serving.{key} in the deployment to another port, 0 for any free one"
         ) from error
     return int(server.getsockname()[1])

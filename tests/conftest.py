@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
+# On the command lines of whatever a deployment consists of; Triton's processes carry paths or names of ours.
+PROCESSES = (RANK, b"saguaro.supervisor", b"saguaro.frontend.openai", b"tritonserver", b"triton_python_backend_stub")
 
 
 def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
@@ -54,9 +56,9 @@ def leftovers() -> set[str]:
                 command = (process / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if RANK in command:
+            if any(word in command for word in PROCESSES):
                 found.add(f"process {process.name}: {command.decode().split(chr(0))[:8]}")
-    found |= {name for name in os.listdir("/dev/shm") if name.startswith("mpich")}
+    found |= {name for name in os.listdir("/dev/shm") if name.startswith(("mpich", "saguaro-"))}
     return found | {str(path) for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("saguaro-*")}
 
 

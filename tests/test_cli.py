@@ -115,7 +115,13 @@ def test_models_list(capsys: pytest.CaptureFixture[str], store: Path) -> None:
     assert not rows["smollm2-135m"]["installed"]
 
 
-@pytest.mark.parametrize("command", [[], ["models"], ["models", "pull"], ["build"], ["generate"], ["chat"], ["top"]])
+COMMANDS = ("models", "build", "generate", "chat", "serve", "status", "stop", "top", "load")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["models", "pull"], *([name] for name in COMMANDS)],
+)
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main([*command, "--help"])

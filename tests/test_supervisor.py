@@ -20,11 +20,12 @@ from conftest import in_loop
 from saguaro.errors import ConfigError, LaunchError, LinkError
 from saguaro.orchestrator.config import ServingConfig
 from saguaro.orchestrator.restarts import Restarts
-from saguaro.supervisor import commands, janitor
+from saguaro.supervisor import control, janitor
 from saguaro.supervisor.child import Child
 from saguaro.supervisor.keeper import Keeper
 from saguaro.supervisor.monitor import part_metrics
 from saguaro.supervisor.ports import choose_ports
+from saguaro.supervisor.serve import serve
 from saguaro.supervisor.state import PartState, RunState, StateFolder, known_deployments, process_start
 
 WORKS = "echo hello from the part; touch ready; exec sleep 60"
@@ -246,8 +247,8 @@ def gone(state: RunState, left: subprocess.Popen[bytes]) -> bool:
 
 
 def test_stop_takes_away_what_a_dead_supervisor_left(dead: tuple[RunState, subprocess.Popen[bytes]]) -> None:
-    assert commands.status(None).status == "dead"
-    assert commands.stop("demo", now=False) == "demo"
+    assert control.status(None).status == "dead"
+    assert control.stop("demo", now=False) == "demo"
     assert gone(*dead)
     assert known_deployments() == []
 
@@ -258,7 +259,7 @@ def test_the_next_start_takes_away_what_a_dead_supervisor_left(
     file = tmp_path / "demo.yaml"
     file.write_text("name: demo\ntarget:\n  recipe: no-such-recipe\nspeculation:\n  mode: ar\n")
     with pytest.raises(ConfigError, match="no-such-recipe"):
-        commands.serve(str(file), None, openai=False)
+        serve(str(file), None, openai=False)
     assert gone(*dead)
 
 
@@ -290,18 +291,18 @@ def test_one_supervisor_for_a_name(home: Path, tmp_path: Path) -> None:
 
 def test_which_deployment_is_meant(home: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no deployment is served here: start one with"):
-        commands.status(None)
+        control.status(None)
     for name in ("one", "two"):
         StateFolder(name).make()
         StateFolder(name).write(run_of(os.getpid(), tmp_path / name))
     with pytest.raises(ConfigError, match=r"2 deployments are served here \(one, two\): name one"):
-        commands.stop(None, now=False)
+        control.stop(None, now=False)
     with pytest.raises(ConfigError, match="no deployment named 'three' is served here; served: one, two"):
-        commands.status("three")
-    assert commands.status("two").status == "starting"
+        control.status("three")
+    assert control.status("two").status == "starting"
     with pytest.raises(ConfigError, match="name is '../up'"):
         StateFolder("../up")
-    assert "target     ready      pid 7" in commands.describe(
+    assert "target     ready      pid 7" in control.describe(
         replace(run_of(os.getpid(), tmp_path / "three"), parts={"target": PartState("ready", 7)})
     )
 

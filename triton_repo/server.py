@@ -27,7 +27,7 @@ from pathlib import Path
 from saguaro.errors import LaunchError
 
 _log = logging.getLogger(__name__)
-_TAIL = 40  # lines kept of the server's output, to explain its death
+_TAIL, _TOLD = 40, 4  # lines kept of the server's output, and those told of to explain its death
 _EXIT_TIMEOUT = 10  # seconds the server gives its requests when it is told to stop
 _LOOK = 0.05  # seconds between two looks at whether it is ready
 _ANSWER_TIMEOUT = 10.0  # seconds for the answer to a health check
@@ -69,6 +69,7 @@ class TritonServer:
         # Of its shared memory, and on its stubs' command lines.
         self._prefix = prefix or f"saguaro-triton-{secrets.token_hex(4)}-"
         self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._errors: deque[str] = deque(maxlen=_TAIL)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -187,8 +188,9 @@ class TritonServer:
             line = raw.decode(errors="replace").rstrip()
             if not line or any(phrase in line for phrase in _HARMLESS):
                 continue
-            self._tail.append(line)
-            _log.log(_level(line), "[triton] %s", line)
+            level = _level(line)
+            (self._errors if level >= logging.ERROR else self._tail).append(line)
+            _log.log(level, "[triton] %s", line)
 
     def _clear(self) -> None:
         """Kill stubs that outlived the server, and unlink shared memory that it has not."""
@@ -206,8 +208,7 @@ class TritonServer:
 
     def last_words(self) -> str:
         """What it said last, errors rather than anything else."""
-        errors = [line for line in self._tail if _level(line) >= logging.ERROR]
-        return " | ".join((errors or list(self._tail))[-6:]) or "it said nothing"
+        return " | ".join(list(self._errors or self._tail)[-_TOLD:]) or "it said nothing"
 
 
 def _installation(folder: Path) -> tuple[str, list[str], dict[str, str]]:

@@ -75,7 +75,7 @@ class ModelSpec:
 
 
 PREPROCESSING = ModelSpec("preprocessing", PROMPT, (INPUT_IDS,))
-# A request to stop another has nothing else, so Triton must take one without prompt; a prompt without it is refused here.
+# A request to stop another has no prompt and no max_tokens; that any other has them is checked by the model itself.
 SSD = ModelSpec(
     "ssd", (INPUT_IDS, replace(MAX_TOKENS, required=False), *OPTIONS, STOP), (*ANSWERS, RAW_LOGPROBS), decoupled=True
 )

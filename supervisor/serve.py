@@ -1,4 +1,4 @@
-"""What `saguaro serve`, `status` and `stop` do."""
+"""What `saguaro serve` does: in this process, or in one of its own with `--detach`."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from saguaro.errors import ConfigError, LaunchError
+from saguaro.llm import build_engines
 from saguaro.orchestrator.config import DeploymentConfig, ServingConfig, find_deployment, read_deployment
 from saguaro.supervisor import janitor
 from saguaro.supervisor.ports import choose_ports
-from saguaro.supervisor.state import RunState, StateFolder, known_deployments, process_start
-
-if TYPE_CHECKING:
-    from saguaro.supervisor.supervisor import Supervisor
+from saguaro.supervisor.state import RunState, StateFolder, process_start
+from saguaro.supervisor.supervisor import Stop, Supervisor
 
 _log = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
-_STOP_PARTS = 60.0  # seconds that stopping the processes may take after the grace period
+_STOP_TIMEOUT = 60.0  # seconds
 
 
 def serve(deployment: str, store: Path | None, *, openai: bool, log_file: Path | None = None) -> None:
     """Serve in this process until a signal comes. Raises SaguaroError when it cannot start or cannot go on."""
-    from saguaro.llm import build_engines  # heavy, and of no use to the commands that only ask
-    from saguaro.supervisor.supervisor import Supervisor
-
     _log_to(log_file)
     path = find_deployment(deployment)
     config = read_deployment(path)
@@ -75,8 +69,6 @@ def _log_to(file: Path | None) -> None:
 
 
 async def _run(supervisor: Supervisor) -> None:
-    from saguaro.supervisor.supervisor import Stop
-
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.ask)
@@ -134,7 +126,7 @@ def serve_detached(deployment: str, command: list[str], log_file: Path | None, s
             time.sleep(0.1)
     except KeyboardInterrupt:
         process.terminate()
-        process.wait(_STOP_PARTS)
+        process.wait(_STOP_TIMEOUT)
         raise
     say(f"{config.name} is served by process {process.pid}, which logs to {log}")
     for what, address in state.addresses.items():
@@ -148,73 +140,3 @@ def _last_words(log: Path, begin: int) -> str:
         lines = file.read().decode(errors="replace").splitlines()
     errors = [line.removeprefix("saguaro: ") for line in lines if line.startswith("saguaro: ")]
     return errors[-1] if errors else f"it ended without a reason: {' | '.join(lines[-6:]) or 'it said nothing'} ({log})"
-
-
-def _choose(name: str | None) -> StateFolder:
-    """The deployment that is meant. Raises ConfigError when none is known by that name, or several are without one."""
-    known = known_deployments()
-    if name is None:
-        if len(known) != 1:
-            raise ConfigError(
-                f"{len(known)} deployments are served here ({', '.join(known)}): name one"
-                if known
-                else "no deployment is served here: start one with `saguaro serve DEPLOYMENT`"
-            )
-        name = known[0]
-    if name not in known:
-        raise ConfigError(
-            f"no deployment named {name!r} is served here; served: {', '.join(known) or 'none'}. "
-            f"Start one with `saguaro serve DEPLOYMENT`"
-        )
-    return StateFolder(name)
-
-
-def status(name: str | None) -> RunState:
-    """What is known of a deployment now. Its status is `dead` when its supervisor was killed."""
-    state = _choose(name).read()
-    if state is None:
-        raise ConfigError("the deployment has just been stopped")
-    if not state.alive:
-        return replace(state, status="dead")
-    return state
-
-
-def describe(state: RunState) -> str:
-    """A few lines for people."""
-    minutes = (time.time() - state.since) / 60
-    lines = [
-        f"{state.name}: {state.status}, mode {state.mode or '-'}, process {state.pid}, up {minutes:.0f} min",
-        *(
-            f"  {name:10} {part.state:10} {f'pid {part.pid}' if part.pid else '':12} restarts {part.restarts}"
-            f"{'  ' + part.detail if part.detail else ''}"
-            for name, part in state.parts.items()
-        ),
-        *(f"  {what:14} {address}" for what, address in state.addresses.items()),
-    ]
-    return "\n".join(lines)
-
-
-def stop(name: str | None, *, now: bool) -> str:
-    """Tell a deployment to stop and wait until it is gone; its name. Raises LaunchError when it does not go in time."""
-    folder = _choose(name)
-    state = folder.read()
-    if state is None:
-        return folder.name
-    if not state.alive:
-        with folder.locked():
-            janitor.clean(state)
-            folder.clear()
-        return folder.name
-    os.kill(state.pid, signal.SIGTERM)
-    if now:
-        time.sleep(0.2)  # two signals of a kind at once would be one
-        os.kill(state.pid, signal.SIGTERM)
-    deadline = time.monotonic() + (0 if now else state.grace_s) + _STOP_PARTS
-    while state.alive:
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"{state.name} (process {state.pid}) did not stop in time: `saguaro stop --now {state.name}` hurries "
-                "it; after `kill -9` its remains are taken away by themselves"
-            )
-        time.sleep(0.1)
-    return folder.name
