@@ -126,6 +126,8 @@ class Triton:
     async def _explain(self, error: grpc.RpcError | InferenceServerException, names: Mapping[str, str]) -> ApiError:
         code, details = _code(error)
         sure = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if code is not grpc.StatusCode.INVALID_ARGUMENT:
+            _log.warning("a request failed: %s: %s", code.name, details)
         return from_triton(code, details, alive=sure or await self.alive(), names=names)
 
     async def _wind_down(
@@ -158,7 +160,7 @@ class Triton:
             async for _ in self._send("ssd", name, [stop], self._canary_s):
                 pass
         except (grpc.RpcError, InferenceServerException) as error:
-            _log.info("the model does not answer: %s", _code(error)[1])
+            _log.warning("the model does not answer: %s: %s", *_code(error))
             return False
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
 class Stack:
     llm: LLM
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
 
     def client(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
@@ -49,20 +50,22 @@ class Stack:
 
 
 @contextmanager
-def command(triton: str, socket: Path, engine: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    log: Path, triton: str, socket: Path, engine: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process of the front end, and the address it says it is ready at."""
     arguments = ["--triton", triton, "--socket", str(socket), "--engine", str(engine), "--model", "tiny", "--port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "saguaro.frontend.openai", *arguments, *options], stderr=subprocess.PIPE, text=True
-    )
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-m", "saguaro.frontend.openai", *arguments, *options], stderr=file)
     try:
-        line = process.stderr.readline()
-        assert "ready: http://" in line, line
-        yield process, line.split("ready: ")[1].strip()
+        while "ready: " not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, log.read_text().split("ready: ")[1].split()[0]
     finally:
         process.kill()
         process.wait(20)
-        process.stderr.close()
+        logging.getLogger(__name__).warning("the front end said: %s", log.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +87,17 @@ def stack(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         try:
             loop.run(triton.until_ready(60))
             with command(
-                f"127.0.0.1:{triton.grpc_port}", socket, engine, "--api-key-file", str(keys), "--grace", "10"
+                folder / "log",
+                f"127.0.0.1:{triton.grpc_port}",
+                socket,
+                engine,
+                "--api-key-file",
+                str(keys),
+                "--grace",
+                "10",
             ) as (process, url):
                 yield Stack(llm, url, process)
+                assert loop.run(triton.trouble()) is None
         finally:
             loop.run(triton.stop())
             loop.close()
