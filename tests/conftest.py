@@ -3,11 +3,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
 
@@ -26,6 +32,17 @@ def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., N
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models and engines of this test run; the user's own cache is left alone."""
     return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[Served]:
+    """A tiny deployment behind the real tritonserver, for all tests of the run."""
+    from serving import serve_tiny
+
+    if shutil.which("tritonserver") is None and find_spec("pytriton") is None:
+        pytest.skip("NOT TESTED: this machine has no tritonserver (pip install 'saguaro-serving[serve]', x86-64 Linux)")
+    with serve_tiny(tmp_path_factory.mktemp("served"), store) as running:
+        yield running
 
 
 def leftovers() -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.loop_thread import LoopThread
 from saguaro.orchestrator.service_protocol import Tokens
 from saguaro.orchestrator.types import SamplingParams
-from saguaro.triton_repo.answers import Answer, to_tensors
+from saguaro.triton_repo.answers import Answer, Part, to_tensors
 from saguaro.triton_repo.fields import Fields
 from saguaro.triton_repo.request import Request, in_tensor_names, read_request
 from saguaro.triton_repo.tensors import SSD
@@ -54,6 +54,18 @@ class _Running:
     sink: Sink
     # What the rounds emit, by the number of the answer, and whatever ends the request before its time.
     queue: asyncio.Queue[tuple[int, Tokens] | Exception | _Cancel] = field(default_factory=asyncio.Queue)
+    over: bool = False  # its final response is out; to ask its sender anything after that crashes Triton
+
+    def send(self, parts: Sequence[Part], final: bool) -> None:
+        self.over = final
+        self.sink.send(to_tensors(parts, len(self.request.prompt)), final)
+
+    def fail(self, error: Exception) -> None:
+        if not isinstance(error, SaguaroError):
+            _log.error("a request failed in a way that nobody foresaw", exc_info=error)
+        if not self.over:
+            self.over = True
+            self.sink.fail(in_tensor_names(error) if isinstance(error, ConfigError) else error)
 
 
 class Decoder:
@@ -84,6 +96,9 @@ class Decoder:
         self._loop.run(self._end_all())
         self._loop.close()
 
+    def _live(self) -> list[_Running]:
+        return [running for running in self._running.values() if not running.over]
+
     def _start(self, running: _Running) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(running))
         self._running[task] = running
@@ -91,7 +106,7 @@ class Decoder:
 
     def _stop(self, request_id: str, sink: Sink) -> None:
         """Cancel by id, which Triton does not keep unique: no id names no request, and a shared one is refused."""
-        named = [running for running in self._running.values() if request_id and running.id == request_id]
+        named = [running for running in self._live() if request_id and running.id == request_id]
         if len(named) > 1:
             sink.fail(ConfigError(f"stop: {len(named)} running requests have the id {request_id!r}; give each its own"))
             return
@@ -100,7 +115,7 @@ class Decoder:
         sink.finish()
 
     async def _serve(self, running: _Running) -> None:
-        request, sink = running.request, running.sink
+        request = running.request
         prompt = self._tokenizer.decode(request.prompt, skip_special_tokens=True) if request.echo else ""
         samples = request.params.samples()
         answers = [Answer(index, params, self._tokenizer, prompt) for index, params in enumerate(samples)]
@@ -116,13 +131,11 @@ class Decoder:
                     parts = [answers[item[0]].push(item[1])]
                 for part in parts if request.stream else ():
                     final = part is parts[-1] and all(answer.finish_reason for answer in answers)
-                    sink.send(to_tensors([part], len(request.prompt)), final)
+                    running.send([part], final)
             if not request.stream:
-                sink.send(to_tensors([answer.whole() for answer in answers], len(request.prompt)), final=True)
+                running.send([answer.whole() for answer in answers], final=True)
         except Exception as error:
-            if not isinstance(error, SaguaroError):
-                _log.exception("a request failed in a way that nobody foresaw")
-            sink.fail(in_tensor_names(error) if isinstance(error, ConfigError) else error)
+            running.fail(error)
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -156,12 +169,12 @@ class Decoder:
         """Give up what its client no longer waits for. Through an ensemble Triton never says so: hence `stop`."""
         while True:
             await asyncio.sleep(_LOOK)
-            for running in list(self._running.values()):
+            for running in self._live():
                 if running.sink.is_cancelled():
                     running.queue.put_nowait(_Cancel())
 
     async def _end_all(self) -> None:
-        for running in self._running.values():
+        for running in self._live():
             running.queue.put_nowait(_Cancel())
         if self._running:
             await asyncio.wait(self._running)

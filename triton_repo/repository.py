@@ -45,7 +45,7 @@ def render(parameters: Mapping[str, str]) -> dict[str, str]:
 def _model(spec: ModelSpec) -> Any:
     config = pb.ModelConfig(name=spec.name, max_batch_size=1)
     for tensor in spec.inputs:
-        config.input.add(name=tensor.name, data_type=_type(tensor), dims=tensor.dims, optional=True)
+        config.input.add(name=tensor.name, data_type=_type(tensor), dims=tensor.dims, optional=not tensor.required)
     for tensor in spec.outputs:
         config.output.add(name=tensor.name, data_type=_type(tensor), dims=tensor.dims)
     return config

@@ -15,6 +15,7 @@ from saguaro.orchestrator.types import Mode, SamplingParams
 from saguaro.triton_repo.fields import MAX_LIST, Fields, check_parameters
 from saguaro.triton_repo.tensors import SSD
 
+MAX_MESSAGE = 1000  # characters of an error: it may quote what was given, and travels in a header
 GUIDES = ("json_schema", "regex", "grammar")
 # Fields that bear another name where they are honoured, and whose errors therefore would.
 _TENSOR_NAMES = {
@@ -100,7 +101,8 @@ def code_of(error: Exception) -> str:
 
 def message_of(error: Exception) -> str:
     """What a client is told; of an error nobody foresaw, its type."""
-    return str(error) if isinstance(error, SaguaroError) else f"internal error: {type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, SaguaroError) else f"internal error: {type(error).__name__}: {error}"
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} …"
 
 
 def _sampling(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:

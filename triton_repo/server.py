@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -34,6 +35,7 @@ _STUB = "triton_python_backend_stub"
 # Errors that a machine without a GPU always gets, and that mean nothing.
 _HARMLESS = ("CudaDriverHelper has not been initialized", "unable to create stream for ensemble")
 _PR_SET_PDEATHSIG = 1
+_STACK = 2**28  # bytes of address space for each thread's stack
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
@@ -90,7 +92,7 @@ class TritonServer:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C is for this process; it stops the server in order
-            preexec_fn=_die_with_parent,
+            preexec_fn=_prepare_process,
             limit=2**20,  # bytes of a line
         )
         self._reader = asyncio.create_task(self._read())
@@ -184,7 +186,7 @@ class TritonServer:
         return self._process
 
     def _last_words(self) -> str:
-        errors = [line for line in self._tail if _level(line) >= logging.WARNING]
+        errors = [line for line in self._tail if _level(line) >= logging.ERROR]
         return " | ".join((errors or list(self._tail))[-6:]) or "it said nothing"
 
 
@@ -245,7 +247,7 @@ def _children(pid: int) -> Iterator[tuple[str, str]]:
 
 def _level(line: str) -> int:
     """Of a line of the server's log (after the time stamp a letter), or of one of ours in a model's process."""
-    level = {"W": logging.WARNING, "E": logging.ERROR}.get(line.split(" ", 2)[1:2][0] if " " in line else "")
+    level = {"W": logging.WARNING, "E": logging.ERROR}.get("".join(line.split(" ", 2)[1:2]))
     known = logging.getLevelNamesMapping().get(line.partition(" saguaro: ")[0])
     return level or known or logging.DEBUG
 
@@ -256,6 +258,13 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the server: be told to end when the thread that started it is gone."""
+def _prepare_process() -> None:
+    """In the child, before it becomes the server: be told to end when the thread that started it is gone.
+
+    And have threads with large stacks: with the usual 8 MiB, an HTTP body of 6 MB overflows one in Triton 24.10, which
+    then crashes.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _, limit = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _STACK if limit == resource.RLIM_INFINITY else min(_STACK, limit)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, limit))

@@ -6,7 +6,7 @@ the first dimension of every tensor is the batch, and left out here; it is alway
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DataType = Literal["STRING", "INT32", "UINT64", "FP32", "BOOL"]
@@ -15,21 +15,23 @@ ONE, MANY = (1,), (-1,)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a model. Inputs are optional for Triton: that one is missing is for us to say, by its name."""
+    """One tensor of a model. Whether it is required matters for inputs only."""
 
     name: str
     dtype: DataType
     dims: tuple[int, ...] = ONE
+    required: bool = False
 
 
 def _specs(dtype: DataType, names: str, dims: tuple[int, ...] = ONE) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, dtype, dims) for name in names.split())
 
 
-PROMPT = _specs("STRING", "text_input messages")
+MAX_TOKENS = TensorSpec("max_tokens", "INT32", required=True)
+PROMPT = (TensorSpec("text_input", "STRING", required=True), TensorSpec("messages", "STRING"))
 
-PARAMETERS = (
-    *_specs("INT32", "max_tokens min_tokens end_id pad_id top_k beam_width num_return_sequences"),
+OPTIONS = (
+    *_specs("INT32", "min_tokens end_id pad_id top_k beam_width num_return_sequences"),
     *_specs("FP32", "temperature top_p min_p length_penalty repetition_penalty presence_penalty frequency_penalty"),
     *_specs("UINT64", "seed random_seed"),
     *_specs("STRING", "bad_words stop_words embedding_bias_words", MANY),
@@ -73,7 +75,10 @@ class ModelSpec:
 
 
 PREPROCESSING = ModelSpec("preprocessing", PROMPT, (INPUT_IDS,))
-SSD = ModelSpec("ssd", (INPUT_IDS, *PARAMETERS, STOP), (*ANSWERS, RAW_LOGPROBS), decoupled=True)
+# A request to stop another has nothing else, so Triton must take one without prompt; a prompt without it is refused here.
+SSD = ModelSpec(
+    "ssd", (INPUT_IDS, replace(MAX_TOKENS, required=False), *OPTIONS, STOP), (*ANSWERS, RAW_LOGPROBS), decoupled=True
+)
 POSTPROCESSING = ModelSpec("postprocessing", (*ANSWERS, RAW_LOGPROBS), (*ANSWERS, TOKEN_LOGPROBS))
-ENSEMBLE = ModelSpec("ensemble", (*PROMPT, *PARAMETERS), (*ANSWERS, TOKEN_LOGPROBS))
+ENSEMBLE = ModelSpec("ensemble", (*PROMPT, MAX_TOKENS, *OPTIONS), (*ANSWERS, TOKEN_LOGPROBS))
 STEPS = (PREPROCESSING, SSD, POSTPROCESSING)
