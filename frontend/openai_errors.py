@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from starlette.exceptions import HTTPException
 
 RETRY_AFTER = 1  # seconds a client is asked to wait when the queue is full
 RETRY_AFTER_DOWN = 5  # and when the deployment is restarting
-_ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")
 
 
 class ApiError(HTTPException):
@@ -53,12 +51,12 @@ def internal(message: str) -> ApiError:
 def from_triton(code: grpc.StatusCode, details: str, *, alive: bool, names: Mapping[str, str]) -> ApiError:
     """Triton's refusal or failure as a client of OpenAI's interface knows it.
 
-    The status code of a full queue and of a server that cannot be reached are the same, and so are those of an error in
-    the engine and of a model whose process has died: whether Triton is `alive`, asked afterwards, tells them apart.
+    A full queue and a server that cannot be reached have the same code, and a model whose process has died is reported
+    like a wrong request: whether the model is `alive`, asked afterwards, tells them apart.
     `names` has the request's field for the tensor that a message begins with.
     """
-    message = _ENSEMBLE_PREFIX.sub("", details).strip() or code.name
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
+    message = details or code.name
+    if code is grpc.StatusCode.INVALID_ARGUMENT and alive:
         tensor, _, rest = message.partition(" ")
         field = names.get(tensor)
         too_long = tensor in ("text_input", "messages") and ("context holds" in rest or "bytes long" in rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
@@ -31,7 +32,12 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_STRICT = {"triton_grpc_error": "true"}  # errors of a stream as gRPC statuses, with their codes
+# How the messages of errors begin that are not the request's fault. In a stream they come without a code: the header
+# that asks for one (triton_grpc_error) makes Triton 24.10 crash.
+_CODES = {"unavailable: ": grpc.StatusCode.UNAVAILABLE, "internal error: ": grpc.StatusCode.INTERNAL}
+
+
+_ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,10 @@ class Triton:
 
     async def _explain(self, error: grpc.RpcError | InferenceServerException, names: Mapping[str, str]) -> ApiError:
         code, details = _code(error)
-        sure = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
-        return from_triton(code, details, alive=sure or await self.alive(), names=names)
+        if code is not grpc.StatusCode.INVALID_ARGUMENT:
+            _log.warning("a request failed: %s: %s", code.name, details)
+        alive = code is grpc.StatusCode.DEADLINE_EXCEEDED or await self.alive()
+        return from_triton(code, details, alive=alive, names=names)
 
     async def _wind_down(
         self, name: str, responses: AsyncIterator[InferResult], reading: asyncio.Task[InferResult | None] | None
@@ -158,7 +166,7 @@ class Triton:
             async for _ in self._send("ssd", name, [stop], self._canary_s):
                 pass
         except (grpc.RpcError, InferenceServerException) as error:
-            _log.info("the model does not answer: %s", _code(error)[1])
+            _log.warning("the model does not answer: %s: %s", *_code(error))
             return False
         return True
 
@@ -170,7 +178,7 @@ class Triton:
         async def once() -> AsyncIterator[dict[str, Any]]:
             yield {"model_name": model, "inputs": inputs, "request_id": name}
 
-        call = self._client.stream_infer(once(), stream_timeout=timeout_s, headers=_STRICT)
+        call = self._client.stream_infer(once(), stream_timeout=timeout_s)
         async for result, error in call:
             if error is not None:
                 raise error
@@ -183,9 +191,14 @@ class Triton:
 
 
 def _code(error: grpc.RpcError | InferenceServerException) -> tuple[grpc.StatusCode, str]:
+    """Of a broken call, gRPC's; of an error within a stream, what its message says."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code(), error.details() or ""
-    return grpc.StatusCode.UNKNOWN, str(error)
+    message = _ENSEMBLE_PREFIX.sub("", error.message()).strip()
+    for start, code in _CODES.items():
+        if message.startswith(start):
+            return code, message.removeprefix(start)
+    return grpc.StatusCode.INVALID_ARGUMENT, message
 
 
 def _chunk(result: InferResult) -> Chunk | None:

@@ -104,6 +104,7 @@ class ServingConfig:
     triton_metrics_port: int = 8002
     monitor_port: int = 8003  # health and metrics of the deployment
     openai_port: int = 8080
+    api_key_file: str | None = None  # of the OpenAI front end: one key per line; left out, no key is asked for
 
     def __post_init__(self) -> None:
         _check(self.max_sequences >= 1, "max_sequences", self.max_sequences, "at least 1")

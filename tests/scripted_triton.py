@@ -19,10 +19,10 @@ Script = Callable[["ScriptedTriton", str, Inputs], AsyncIterator[dict[str, objec
 
 @dataclass
 class Refusal(Exception):
-    """What a script raises to end a stream as Triton would."""
+    """What a script raises to end a stream as Triton would: an error among the responses, or a gRPC status."""
 
-    code: grpc.StatusCode
     details: str
+    status: grpc.StatusCode | None = None
 
 
 def chunk(text: str = "", *, answer: int = 0, tokens: int = 1, end: str = "", logprobs: list | None = None) -> dict:
@@ -49,8 +49,7 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     server: grpc.aio.Server | None = None
 
     async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
-        if dict(context.invocation_metadata()).get("triton_grpc_error") != "true":
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "errors would come without their codes")
+        assert "triton_grpc_error" not in dict(context.invocation_metadata()), "makes the real one crash"
         async for request in request_iterator:
             stop = self.stops.setdefault(request.id, asyncio.Event())
             if self.dead:
@@ -64,7 +63,9 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 async for outputs in self.script(self, request.id, inputs):
                     yield _response(request, outputs)
             except Refusal as refusal:
-                await context.abort(refusal.code, refusal.details)
+                if refusal.status:
+                    await context.abort(refusal.status, refusal.details)
+                yield service_pb2.ModelStreamInferResponse(error_message=refusal.details)
 
 
 @asynccontextmanager

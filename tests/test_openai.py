@@ -323,26 +323,26 @@ async def test_key_size_and_number_of_requests(engine: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("refusal", "status", "code", "message"),
     [
-        ((grpc.StatusCode.INVALID_ARGUMENT, "stop_words must be short"), 400, "invalid_value", "stop must be short"),
+        (Refusal("stop_words must be short"), 400, "invalid_value", "stop must be short"),
         (
-            (grpc.StatusCode.INVALID_ARGUMENT, "text_input has 9 tokens and the context holds 8"),
+            Refusal("text_input has 9 tokens and the context holds 8"),
             400,
             "context_length_exceeded",
             "messages has 9 tokens",
         ),
-        ((grpc.StatusCode.UNAVAILABLE, "the queue is full"), 429, "rate_limit_exceeded", "the queue is full"),
-        ((grpc.StatusCode.INTERNAL, "oh"), 500, "internal_error", "the engine failed: oh"),
-        ((grpc.StatusCode.DEADLINE_EXCEEDED, ""), 504, "deadline_exceeded", "deadline"),
+        (Refusal("unavailable: the queue is full"), 429, "rate_limit_exceeded", "the queue is full"),
+        (Refusal("internal error: oh"), 500, "internal_error", "the engine failed: oh"),
+        (Refusal("", grpc.StatusCode.DEADLINE_EXCEEDED), 504, "deadline_exceeded", "deadline"),
     ],
 )
-def test_errors_of_the_ensemble(engine: Path, refusal: tuple, status: int, code: str, message: str) -> None:
+def test_errors_of_the_ensemble(engine: Path, refusal: Refusal, status: int, code: str, message: str) -> None:
     """Before the first chunk with a status of their own, whole or streamed; afterwards as the stream's last event."""
     first = True
 
     async def script(triton: ScriptedTriton, name: str, inputs: Inputs) -> AsyncIterator[dict]:
         if not first:
             yield chunk("some")
-        raise Refusal(refusal[0], f"in ensemble 'ensemble', {refusal[1]}")
+        raise Refusal(f"in ensemble 'ensemble', {refusal.details}", refusal.status)
 
     async def run() -> None:
         nonlocal first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -19,11 +20,8 @@ import pytest
 from openai import OpenAI
 
 from saguaro import LLM, SamplingParams
-from saguaro.orchestrator.config import find_deployment, read_deployment
-from saguaro.orchestrator.loop_thread import LoopThread
 from saguaro.orchestrator.plan import service_socket
-from saguaro.triton_repo.repository import write_repository
-from saguaro.triton_repo.server import TritonServer
+from serving import Served
 
 KEY = "a-key-of-a-test"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where do owls live? 🌵"}]
@@ -34,62 +32,43 @@ SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
 class Stack:
     llm: LLM
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
 
     def client(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
-    def idle(self) -> None:
-        """Nothing runs any more and every block is free."""
-        deadline = time.monotonic() + 30
-        while (status := self.llm.status()).running + status.waiting and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert status.running + status.waiting == 0
-        assert status.free_target_blocks == status.target_blocks
-
 
 @contextmanager
-def command(triton: str, socket: Path, engine: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    log: Path, triton: str, socket: Path, engine: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process of the front end, and the address it says it is ready at."""
     arguments = ["--triton", triton, "--socket", str(socket), "--engine", str(engine), "--model", "tiny", "--port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "saguaro.frontend.openai", *arguments, *options], stderr=subprocess.PIPE, text=True
-    )
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-m", "saguaro.frontend.openai", *arguments, *options], stderr=file)
     try:
-        line = process.stderr.readline()
-        assert "ready: http://" in line, line
-        yield process, line.split("ready: ")[1].strip()
+        while "ready: " not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, log.read_text().split("ready: ")[1].split()[0]
     finally:
         process.kill()
         process.wait(20)
-        process.stderr.close()
+        logging.getLogger(__name__).warning("the front end said: %s", log.read_text())
 
 
 @pytest.fixture(scope="module")
-def stack(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("stack")
+def stack(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("openai")
     keys = folder / "keys"
     keys.write_text(f"# of the test\n{KEY}\n\nanother\n")
-    loop = LoopThread()
-    with LLM("tiny", store=store) as llm:
-        socket = service_socket(llm._launcher.runtime)
-        engine = Path(llm._launcher._plans["target"].engine)
-        write_repository(
-            folder / "models", config=read_deployment(find_deployment("tiny")), engine=engine, socket=socket
-        )
-        triton = TritonServer(
-            folder / "models", host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0, folder=folder / "triton"
-        )
-        loop.run(triton.start())
-        try:
-            loop.run(triton.until_ready(60))
-            with command(
-                f"127.0.0.1:{triton.grpc_port}", socket, engine, "--api-key-file", str(keys), "--grace", "10"
-            ) as (process, url):
-                yield Stack(llm, url, process)
-        finally:
-            loop.run(triton.stop())
-            loop.close()
+    launcher = served.llm._launcher
+    engine = Path(launcher._plans["target"].engine)
+    triton = f"127.0.0.1:{served.server.grpc_port}"
+    options = ("--api-key-file", str(keys), "--grace", "10")
+    with command(folder / "log", triton, service_socket(launcher.runtime), engine, *options) as (process, url):
+        yield Stack(served.llm, url, process)
+        assert served.loop.run(served.server.trouble()) is None
 
 
 def test_chat_says_what_llm_says(stack: Stack) -> None:
@@ -218,7 +197,7 @@ def test_models_health_and_metrics(stack: Stack) -> None:
     assert 'endpoint="/v1/chat/completions",outcome="ok"' in httpx.get(f"{stack.url}/metrics").text
 
 
-def test_sixteen_at_once_and_some_that_leave(stack: Stack) -> None:
+def test_sixteen_at_once_and_some_that_leave(stack: Stack, served: Served) -> None:
     expected = stack.llm.generate(CHAT, replace(SEEDED, n=16))
 
     def ask(index: int) -> str:
@@ -239,23 +218,11 @@ def test_sixteen_at_once_and_some_that_leave(stack: Stack) -> None:
         texts = list(pool.map(ask, range(16)))
     for index, (text, result) in enumerate(zip(texts, expected, strict=True)):
         assert text == result.text if index % 4 else result.text.startswith(text), index
-    stack.idle()
+    served.until_idle()
 
 
-def test_without_the_draft_the_deployment_is_degraded_and_answers_the_same(stack: Stack) -> None:
-    expected = stack.llm.generate(CHAT, SEEDED)[0].text
-    stack.llm._launcher._groups["draft"].kill()
-    deadline = time.monotonic() + 30
-    while (health := httpx.get(f"{stack.url}/health")).json()["status"] == "ok" and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert (health.status_code, health.json()["status"], health.json()["mode"]) == (200, "degraded", "ar")
-    with stack.client() as client:
-        answer = client.chat.completions.create(model="tiny", messages=CHAT, seed=7, max_tokens=24)
-        assert answer.choices[0].message.content == expected
-
-
-def test_a_term_signal_lets_answers_finish(stack: Stack) -> None:
-    """The last test of this deployment: its front end is gone afterwards."""
+def test_a_term_signal_lets_answers_finish(stack: Stack, served: Served) -> None:
+    """The last test of this front end: it is gone afterwards."""
     expected = stack.llm.generate(CHAT, SEEDED)[0].text
     with stack.client() as client:
         stream = client.chat.completions.create(model="tiny", messages=CHAT, seed=7, max_tokens=24, stream=True)
@@ -264,7 +231,7 @@ def test_a_term_signal_lets_answers_finish(stack: Stack) -> None:
         text += "".join(event.choices[0].delta.content or "" for event in stream)
         assert text == expected
     assert stack.process.wait(20) == 0
-    stack.idle()
+    served.until_idle()
 
 
 def test_what_keeps_the_command_from_starting(tmp_path: Path) -> None:

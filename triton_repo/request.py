@@ -100,8 +100,12 @@ def code_of(error: Exception) -> str:
 
 
 def message_of(error: Exception) -> str:
-    """What a client is told; of an error nobody foresaw, its type."""
-    text = str(error) if isinstance(error, SaguaroError) else f"internal error: {type(error).__name__}: {error}"
+    """What a client is told; of an error nobody foresaw, its type.
+
+    Triton's streams lose the code of an error: what is not the request's fault says so by how it begins.
+    """
+    kind = {"INVALID_ARG": "", "UNAVAILABLE": "unavailable: "}.get(code_of(error), "internal error: ")
+    text = f"{kind}{error}" if isinstance(error, SaguaroError) else f"{kind}{type(error).__name__}: {error}"
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} …"
 
 
