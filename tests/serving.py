@@ -75,10 +75,7 @@ class Served:
         """Responses of one gRPC request as they come; leaving early cancels it, as far as Triton does."""
         arrived: queue.Queue[Any] = queue.Queue()
         with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc_port}") as client:
-            # With the header an error ends the stream and has its code; without, it is a message like any other.
-            client.start_stream(
-                lambda result, error: arrived.put(error or result), headers={"triton_grpc_error": "true"}
-            )
+            client.start_stream(callback=lambda result, error: arrived.put(error or result))
             inputs = [tensor(name, value) for name, value in fields.items()]
             client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
             yield _responses(arrived)

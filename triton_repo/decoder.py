@@ -131,6 +131,7 @@ class Decoder:
                 if isinstance(item, Exception):
                     raise item
                 if isinstance(item, _Cancel):
+                    await _end(pumps)  # the service is told before the client is
                     parts = [answer.cancel() for answer in left]
                 else:
                     parts = [answers[item[0]].push(item[1])]
@@ -142,9 +143,7 @@ class Decoder:
         except Exception as error:
             running.fail(error)
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await _end(pumps)
 
     async def _pump(self, running: _Running, index: int, params: SamplingParams) -> None:
         request = running.request
@@ -185,3 +184,9 @@ class Decoder:
             await asyncio.wait(self._running)
         if self._client:
             await self._client.close()
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
