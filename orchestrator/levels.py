@@ -78,7 +78,9 @@ class Levels:
         yield mode
         yield GaugeMetricFamily("saguaro_lookahead", "Draft tokens in a speculation at most", speculation.lookahead)
         fan_out = GaugeMetricFamily(
-            "saguaro_fan_out", "Bonus tokens guessed for each number of accepted tokens after a hit; `auto` starts there", labels=["accepted"]
+            "saguaro_fan_out",
+            "Bonus tokens guessed for each number of accepted tokens after a hit; `auto` starts there",
+            labels=["accepted"],
         )
         policy = speculation.policy(Estimators(speculation.prior))
         for accepted, count in enumerate(policy(speculation.budget, speculation.lookahead, Situation()).counts):
