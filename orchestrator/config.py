@@ -57,10 +57,10 @@ class FanOutConfig:
     `auto`: starts from that list and follows what is measured. Or a hand-written list F_0 … F_K in `counts`.
     """
 
-    policy: Literal["uniform", "geometric", "auto"] | None = None  # None: the list in `counts`, or else `auto`
     budget: int = 8
     counts: tuple[int, ...] | None = None
     counts_after_miss: tuple[int, ...] | None = None  # None: the same list
+    policy: Literal["uniform", "geometric", "auto"] | None = None  # None: the list in `counts`, or else `auto`
     acceptance: float = 0.8  # of a draft token
     acceptance_after_miss: float | None = None  # of the backup's tokens; None: what is usual for that backup
     miss_scale: float = 0.4  # c of the miss curve c F^-r
