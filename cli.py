@@ -1,4 +1,4 @@
-"""The one command: saguaro models | build | generate | chat | serve | status | stop | top.
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | simulate.
 
 Heavy imports wait for the command that needs them.
 """
@@ -185,6 +185,29 @@ def _load(arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature,
         window=arguments.window,
     )
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from saguaro import simulate
+
+    pair = simulate.Pair(
+        arguments.acceptance,
+        arguments.draft_step,
+        arguments.row_cost,
+        arguments.miss_scale,
+        arguments.miss_exponent,
+        arguments.fast_acceptance,
+    )
+    setting = simulate.Setting(arguments.lookahead, arguments.budget, arguments.batch, arguments.devices)
+    found = simulate.sweeps(pair, setting)
+    if arguments.plot is not None:
+        simulate.plot(found, setting, Path(arguments.plot))
+    if arguments.json:
+        print(json.dumps(simulate.as_json(pair, setting, found)))
+    else:
+        Console(width=None if sys.stdout.isatty() else 140).print(simulate.table(found, setting))
 
 
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, order: dict[str, Any]) -> None:
@@ -410,6 +433,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--once", action="store_true", help="one frame, of one interval")
     top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
+
+    planning = command(
+        "simulate",
+        _simulate,
+        "what lookahead, fan-out, batch size and more draft devices would bring, by the analytic model; nothing is run",
+        "saguaro simulate --acceptance 0.8 --draft-step 0.1 --lookahead 4 --budget 8 --batch 1 --plot plan.png",
+    )
+    for name, kind, default, text in (
+        ("acceptance", float, 0.8, "probability that a draft token is accepted"),
+        ("draft-step", float, 0.1, "one forward of the draft over one row, in verifications of the target"),
+        ("row-cost", float, 0.03, "what a further row of that forward costs, as a share of it"),
+        ("miss-scale", float, 0.4, "c: share of bonus tokens that the best guess misses; F guesses miss c F^-r"),
+        ("miss-exponent", float, 0.6, "r"),
+        ("fast-acceptance", float, 0.0, "acceptance of the tokens of a backup that costs nothing"),
+        ("lookahead", int, 4, "draft tokens per speculation"),
+        ("budget", int, 8, "branches that one draft device prepares for a sequence"),
+        ("batch", int, 1, "sequences decoded together"),
+        ("devices", int, 1, "draft devices, each with outcomes of its own"),
+    ):
+        planning.add_argument(f"--{name}", type=kind, default=default, metavar="X", help=f"{text} (default {default})")
+    planning.add_argument("--json", action="store_true", help="print one JSON object")
+    planning.add_argument("--plot", metavar="FILE", help="draw the four sweeps into a .png, .svg or .pdf")
     return parser
 
 

@@ -10,7 +10,10 @@ from typing import Literal
 from saguaro.engines.schema import nearest, read_yaml
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import fan_out_policy
-from saguaro.orchestrator.types import Mode, Rule
+from saguaro.orchestrator.estimators import Estimators, Prior
+from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, MissCurve
+from saguaro.orchestrator.measured_fan_out import MeasuredFanOut
+from saguaro.orchestrator.types import Backup, Mode, Rule
 from saguaro.plugins.fan_out import FanOut
 
 MAX_LOOKAHEAD = 32
@@ -48,16 +51,40 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class FanOutConfig:
-    """`budget` branches spread evenly, or a hand-written list F_0 … F_K in `counts`."""
+    """How `budget` branches are spread over the acceptance lengths of a speculation.
+
+    `uniform`: evenly. `geometric`: the best list for the acceptance and miss curve stated here (Theorem 12).
+    `auto`: starts from that list and follows what is measured. Or a hand-written list F_0 … F_K in `counts`.
+    """
 
     budget: int = 8
     counts: tuple[int, ...] | None = None
+    counts_after_miss: tuple[int, ...] | None = None  # None: the same list
+    policy: Literal["uniform", "geometric", "auto"] | None = None  # None: the list in `counts`, or else `auto`
+    acceptance: float = 0.8  # of a draft token
+    acceptance_after_miss: float | None = None  # of the backup's tokens; None: what is usual for that backup
+    miss_scale: float = 0.4  # c of the miss curve c F^-r
+    miss_exponent: float = 0.6  # r
 
     def __post_init__(self) -> None:
         _check(0 <= self.budget <= MAX_BUDGET, "budget", self.budget, f"between 0 and {MAX_BUDGET} branches")
-        if self.counts is not None:
-            _check(min(self.counts, default=-1) >= 0, "counts", list(self.counts), "a list of numbers of 0 or more")
-            _check(sum(self.counts) <= MAX_BUDGET, "counts", list(self.counts), f"at most {MAX_BUDGET} in all")
+        for name in ("counts", "counts_after_miss"):
+            counts = getattr(self, name)
+            if counts is not None:
+                _check(min(counts, default=-1) >= 0, name, list(counts), "a list of numbers of 0 or more")
+                _check(sum(counts) <= MAX_BUDGET, name, list(counts), f"at most {MAX_BUDGET} in all")
+        _check(self.counts is None or self.policy is None, "policy", self.policy, "left out beside `counts`")
+        _check(
+            self.counts_after_miss is None or self.counts is not None,
+            "counts_after_miss",
+            self.counts_after_miss,
+            "left out without `counts`",
+        )
+        _check(0 <= self.acceptance <= 1, "acceptance", self.acceptance, "between 0 and 1")
+        after_miss = self.acceptance_after_miss
+        _check(after_miss is None or 0 <= after_miss <= 1, "acceptance_after_miss", after_miss, "between 0 and 1")
+        _check(0 < self.miss_scale <= 1, "miss_scale", self.miss_scale, "above 0 and at most 1")
+        _check(0 < self.miss_exponent <= 10, "miss_exponent", self.miss_exponent, "above 0 and at most 10")
 
 
 @dataclass(frozen=True)
@@ -66,7 +93,7 @@ class SpeculationConfig:
     lookahead: int = 4
     fan_out: FanOutConfig = field(default_factory=FanOutConfig)
     rule: Rule = "coupled"
-    backup: Literal["primary"] = "primary"
+    backup: Backup = "primary"  # what drafts after a miss
     width: int = 64  # candidates per draft row at temperature > 0; under `ratio` the support of q
     cache_aware: float = 1.0  # C of σ_{F,C} (paper, 4.2.1); 1 is off
     deterministic: bool = False  # the target's logits depend neither on K nor on what else is in the batch
@@ -80,14 +107,45 @@ class SpeculationConfig:
 
     @property
     def budget(self) -> int:
-        """ΣF_k: the most branches prepared for one sequence."""
-        return sum(self.fan_out.counts) if self.fan_out.counts else self.fan_out.budget
+        """The most branches ΣF_k prepared for one sequence."""
+        lists = [counts for counts in (self.fan_out.counts, self.fan_out.counts_after_miss) if counts]
+        if not lists:
+            return self.fan_out.budget
+        return max(fan_out_policy.fixed(counts, self.lookahead).branches for counts in lists)
 
-    def policy(self, budget: int, lookahead: int) -> FanOut:
-        """The fan-out over a trunk of `lookahead` draft tokens; budget 0 means no branches (plain speculation)."""
-        if self.fan_out.counts and budget:
-            return fan_out_policy.fixed(self.fan_out.counts, lookahead)
-        return fan_out_policy.uniform(budget, lookahead)
+    @property
+    def prior(self) -> Prior:
+        """What the policies `geometric` and `auto` assume before anything is measured."""
+        fan_out = self.fan_out
+        after_miss = fan_out.acceptance_after_miss
+        if after_miss is None:
+            after_miss = _BACKUP_ACCEPTANCE.get(self.backup, fan_out.acceptance)
+        return Prior(fan_out.acceptance, after_miss, MissCurve(fan_out.miss_scale, fan_out.miss_exponent))
+
+    def policy(self, estimators: Estimators) -> FanOutPolicy:
+        """The policy a speculator follows; `auto` learns from `estimators`."""
+        fan_out, prior = self.fan_out, self.prior
+        if fan_out.counts is not None:
+            return Lists(_written(fan_out.counts), _written(fan_out.counts_after_miss or fan_out.counts))
+        if fan_out.policy == "uniform":
+            return Lists(fan_out_policy.uniform)
+        geometric = Lists(_geometric(prior.acceptance, prior), _geometric(prior.acceptance_after_miss, prior))
+        return geometric if fan_out.policy == "geometric" else MeasuredFanOut(estimators, geometric)
+
+
+# Acceptance of a backup's tokens on mixed text, before anything is measured; `primary` has the draft's own.
+_BACKUP_ACCEPTANCE: dict[Backup, float] = {"ngram": 0.4, "suffix": 0.4, "random": 0.0, "none": 0.0}
+
+
+def _written(counts: tuple[int, ...]) -> fan_out_policy.Shape:
+    """Budget 0 means no branches (plain speculation), whatever the list says."""
+    return lambda budget, lookahead: (
+        fan_out_policy.fixed(counts, lookahead) if budget else FanOut((0,) * (lookahead + 1))
+    )
+
+
+def _geometric(acceptance: float, prior: Prior) -> fan_out_policy.Shape:
+    return lambda budget, lookahead: fan_out_policy.geometric(budget, lookahead, acceptance, prior.curve)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from saguaro.orchestrator.analysis import outcome_weights
 from saguaro.plugins.fan_out import FanOut
+
+Shape = Callable[[int, int], FanOut]  # (budget, lookahead) -> list
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a list depends on besides budget and lookahead."""
+
+    hit: bool = True  # the speculation under verification had been prepared; otherwise the backup drafted it
+    temperature: float = 0.0
+
+
+class FanOutPolicy(Protocol):
+    def __call__(self, budget: int, lookahead: int, situation: Situation) -> FanOut:
+        """The list over a trunk of `lookahead` draft tokens: ΣF_k is at most `budget`, and 0 for plain speculation."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lists:
+    """A policy that never changes: one shape after a hit, one after a miss."""
+
+    after_hit: Shape
+    after_miss: Shape | None = None  # None: the same
+
+    def __call__(self, budget: int, lookahead: int, situation: Situation) -> FanOut:
+        shape = self.after_hit if situation.hit or self.after_miss is None else self.after_miss
+        return shape(budget, lookahead)
+
+
+@dataclass(frozen=True)
+class MissCurve:
+    """P(the bonus token is not among F guesses) = scale * F^-exponent, and 1 for F = 0.
+
+    The paper's law is `scale` 1, which says that a single guess never hits; measured ones lie well below. The shape of
+    the best list (Theorem 12) does not depend on the scale.
+    """
+
+    scale: float
+    exponent: float
+
+    def hit(self, guesses: int) -> float:
+        return 1 - min(1.0, self.scale * guesses**-self.exponent) if guesses else 0.0
+
+    def hits(self, most: int) -> tuple[float, ...]:
+        """Hit rates of 0 … `most` guesses."""
+        return tuple(self.hit(guesses) for guesses in range(most + 1))
 
 
 def uniform(budget: int, lookahead: int) -> FanOut:
@@ -22,3 +77,38 @@ def fixed(counts: tuple[int, ...], lookahead: int) -> FanOut:
     """
     padding = max(0, lookahead + 1 - len(counts))
     return FanOut((counts[:1] * padding + counts)[-(lookahead + 1) :])
+
+
+@lru_cache(maxsize=512)
+def geometric(budget: int, lookahead: int, acceptance: float, curve: MissCurve) -> FanOut:
+    """The best list when every draft token is accepted with one probability: Theorem 12 in whole numbers."""
+    curves = [curve.hits(budget)] * (lookahead + 1)
+    return allocate(budget, outcome_weights([acceptance] * lookahead), curves)
+
+
+def allocate(budget: int, weights: Sequence[float], hits: Sequence[Sequence[float]]) -> FanOut:
+    """The list of at most `budget` guesses with the highest hit rate Σ_k weights[k] * hits[k][F_k].
+
+    `weights[k]` is the probability of k accepted tokens, `hits[k]` the measured or modelled hit rates of 0 … `budget`
+    guesses there, of any shape. Exact, by dynamic programming over rows: rounding Theorem 12, or giving each guess to
+    the row where it gains most, can be far off, because the first guess may gain less than the second. No guess is
+    spent where it gains nothing.
+    """
+    best = np.zeros(budget + 1)  # of the rows so far, by what they may spend
+    chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    left = np.arange(budget + 1)[:, None] - np.arange(budget + 1)  # [spent, F]
+    for weight, curve in zip(weights, hits, strict=True):
+        gain = weight * np.asarray(curve[: budget + 1], dtype=np.float64)
+        totals = np.where(left >= 0, best[np.maximum(left, 0)] + gain, -np.inf)
+        chosen.append(totals.argmax(1))  # the first of equals: fewest guesses here, more further back
+        best = totals.max(1)
+    counts: list[int] = []
+    for choice in reversed(chosen):
+        counts.append(int(choice[budget]))
+        budget -= counts[-1]
+    return FanOut(tuple(reversed(counts)))
+
+
+def predicted_hit_rate(fan_out: FanOut, weights: Sequence[float], hits: Sequence[Sequence[float]]) -> float:
+    """What `allocate` maximises, for a given list."""
+    return sum(weight * curve[count] for weight, curve, count in zip(weights, hits, fan_out.counts, strict=True))

@@ -11,6 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 import saguaro
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.draft_link import LinkCounts
+from saguaro.orchestrator.estimators import Estimators
+from saguaro.orchestrator.fan_out_policy import Situation
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.types import Mode
@@ -76,9 +78,12 @@ class Levels:
         yield mode
         yield GaugeMetricFamily("saguaro_lookahead", "Draft tokens in a speculation at most", speculation.lookahead)
         fan_out = GaugeMetricFamily(
-            "saguaro_fan_out", "Bonus tokens guessed for each number of accepted tokens", labels=["accepted"]
+            "saguaro_fan_out",
+            "Bonus tokens guessed for each number of accepted tokens after a hit; `auto` starts there",
+            labels=["accepted"],
         )
-        for accepted, count in enumerate(speculation.policy(speculation.budget, speculation.lookahead).counts):
+        policy = speculation.policy(Estimators(speculation.prior))
+        for accepted, count in enumerate(policy(speculation.budget, speculation.lookahead, Situation()).counts):
             fan_out.add_metric([str(accepted)], count)
         yield fan_out
         wanted = speculation.mode != "ar"

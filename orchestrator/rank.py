@@ -26,7 +26,9 @@ from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.drafters.backups import backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, rendezvous, service_socket, sign_of_life
@@ -82,17 +84,22 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
         num_blocks=engine.num_blocks,
         block_size=engine.block_size,
     )
+    estimators = Estimators(speculation.prior)
+    policy = speculation.policy(estimators)
     drafter = ModelDrafter(
         engine,
         speculation.rule,
-        speculation.policy,
+        policy,
         width=speculation.width,
         cache_aware=speculation.cache_aware,
         grammars=_grammars(Path(plan.groups["draft"].engine)),
     )
+    backup = backup_drafter(
+        speculation.backup, drafter, speculation.rule, _ordinary_tokens(plan.groups["draft"].engine)
+    )
     channel = mpi.connect(runtime, config.serving.start_timeout_s)
     try:
-        Speculator(drafter, channel, speculation.policy, hello).run()
+        Speculator(drafter, channel, policy, hello, backup=backup, estimators=estimators).run()
     finally:
         channel.close()
 
@@ -125,6 +132,13 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
 def _grammars(engine: Path) -> Grammars:
     manifest = Manifest.load(engine)
     return Grammars(engine / TOKENIZER, manifest.vocab_size, manifest.eos_token_ids)
+
+
+def _ordinary_tokens(engine: str) -> list[int]:
+    """Every token id of the tokenizer that stands for text."""
+    tokenizer = Tokenizer.from_file(str(Path(engine) / TOKENIZER))
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    return sorted(set(tokenizer.get_vocab().values()) - special)
 
 
 def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.estimators import Costs
 from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.protocol import AnswerRow, DraftRow, GrammarRef, Span
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
@@ -36,6 +37,7 @@ class Verifier:
         self._max_model_len = max_model_len
         self._budget = budget  # branches a speculator prepares for one sequence
         self._timeline = Timeline()
+        self.costs = Costs()  # of rounds without a prompt
         self.link: DraftLink | None = None
 
     def step(self, batch: Rows[Sequence]) -> RoundResult:
@@ -44,6 +46,7 @@ class Verifier:
         Each sequence has the blocks for the tokens it is to compute. Without a speculator, or when it is late, a row
         simply carries no speculation: plain decoding.
         """
+        decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
         answers, draft_spans = self._answers(asked)
         speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
@@ -53,7 +56,10 @@ class Verifier:
             self._commit(sequence, speculation, outcome, asked.get(sequence.id), answers.get(sequence.id))
             for sequence, speculation, outcome in zip(batch, speculations, outcomes, strict=True)
         ]
-        return RoundResult(tokens, self._timeline.drain() + draft_spans)
+        spans = self._timeline.drain() + draft_spans
+        if decoding:
+            self.costs.observe(spans)
+        return RoundResult(tokens, spans)
 
     def attach(self, link: DraftLink, running: Rows[Sequence]) -> None:
         """Work with a newly connected speculator, whose KV pool is empty."""

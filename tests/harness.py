@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -12,17 +11,18 @@ from tokenizers import Tokenizer
 from saguaro.engines.base import Engine
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.drafters.backups import backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
-from saguaro.orchestrator.fan_out_policy import uniform
+from saguaro.orchestrator.estimators import Estimators
+from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, uniform
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.protocol import Hello, Round, decode
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget
-from saguaro.orchestrator.types import Mode, RequestSampling, Rule, SamplingParams
+from saguaro.orchestrator.types import Backup, Mode, RequestSampling, Rule, SamplingParams
 from saguaro.orchestrator.verifier import RoundResult, Verifier
-from saguaro.plugins.fan_out import FanOut
 
 
 class PumpChannel:
@@ -81,9 +81,11 @@ class Pair:
     rule: Rule = "coupled"
     lookahead: int = 3
     budget: int = 6
-    policy: Callable[[int, int], FanOut] = uniform
+    policy: FanOutPolicy = Lists(uniform)
+    estimators: Estimators = field(default_factory=Estimators)
     width: int = 16
     cache_aware: float = 1.0
+    backup: Backup = "primary"
     stop_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 10_000
     tokenizer: Tokenizer | None = None  # for stop strings
@@ -103,7 +105,14 @@ class Pair:
             grammars=self.draft_grammars,
         )
         hello = Hello("", self.draft.vocab_size, self.draft.max_model_len, self.draft.num_blocks, self.draft.block_size)
-        self.speculator = Speculator(drafter, _SpeculatorEnd(self.channel), self.policy, hello)
+        self.speculator = Speculator(
+            drafter,
+            _SpeculatorEnd(self.channel),
+            self.policy,
+            hello,
+            backup=backup_drafter(self.backup, drafter, self.rule, range(self.draft.vocab_size)),
+            estimators=self.estimators,
+        )
         self.channel.speculator = self.speculator
         self.verifier = Verifier(
             EngineTarget(self.target, self.rule),

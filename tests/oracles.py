@@ -280,3 +280,40 @@ def assert_coupled(
         speculated[tuple(found)] += 1
     assert plain == speculated
     assert plain.total() == len(vectors) ** length
+
+
+# Drafters that read the text
+
+
+TextDrafter = Callable[[tuple[int, ...]], Speculation]
+
+
+def assert_lossless_over_texts(
+    accept: AcceptRatio,
+    target: Table,
+    text: tuple[int, ...],
+    predictions: Iterable[Collection[Outcome]],
+    primary: TextDrafter,
+    backup: TextDrafter,
+    rounds: int = 3,
+) -> None:
+    """Rounds emit the target's law when what drafts depends on all that was said, whichever outcomes were predicted."""
+
+    def after(so_far: tuple[int, ...], drafter: TextDrafter) -> Law:
+        return round_law(accept, target, lambda _last: [(ONE, drafter(so_far))], so_far[-1])
+
+    for predicted in predictions:
+        law: Law = {(): ONE}
+        hits = {(): True}  # what drafts next after these tokens
+        for _ in range(rounds):
+            longer: Law = defaultdict(Fraction)
+            found: dict[tuple[int, ...], bool] = {}
+            for tokens, mass in law.items():
+                for more, share in after(text + tokens, primary if hits[tokens] else backup).items():
+                    if mass * share:
+                        longer[tokens + more] += mass * share
+                        found[tokens + more] = Outcome(len(more) - 1, more[-1]) in predicted
+            law, hits = longer, found
+        length = max(map(len, law))
+        expected = target_law(target, text[-1], length)
+        assert_same_law(completed(dict(law), target, text[-1], length), expected, f"{rounds} rounds, {predicted}")

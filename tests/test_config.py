@@ -39,6 +39,16 @@ def test_shipped_deployments_load_and_name_shipped_recipes(name: str) -> None:
             MINIMAL + DRAFT + "speculation:\n  fan_out:\n    counts: [1, -1]\n",
             r"counts must be .* 0 or more, got \[1, -1\]",
         ),
+        (
+            MINIMAL + DRAFT + "speculation:\n  fan_out:\n    counts: [1, 1]\n    policy: auto\n",
+            "policy must be left out beside `counts`, got auto",
+        ),
+        (
+            MINIMAL + DRAFT + "speculation:\n  fan_out:\n    policy: geometrical\n",
+            r"policy: must be one of uniform, geometric, auto.*did you mean geometric\?",
+        ),
+        (MINIMAL + DRAFT + "speculation:\n  fan_out:\n    acceptance: 2\n", "acceptance must be between 0 and 1"),
+        (MINIMAL + DRAFT + "speculation:\n  backup: ngramm\n", r"backup: must be one of .*did you mean ngram\?"),
         (MINIMAL + DRAFT + "speculation:\n  cache_aware: 0\n", "cache_aware must be above 0"),
         (MINIMAL, "speculation.mode must be `ar` without a `draft:` section, got ssd"),
         ("name: mine\n", "target: is missing"),

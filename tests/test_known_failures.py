@@ -24,6 +24,7 @@ from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.fan_out_policy import Lists
 from saguaro.orchestrator.fan_out_policy import uniform as evenly
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.protocol import DraftRow, Hello
@@ -128,7 +129,7 @@ async def test_i21_requests_end_whatever_the_speculator_does(tmp_path: Path) -> 
         while not stopped.is_set():
             near, far = inproc_pair()
             hello = Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, draft.block_size)
-            speculator = Failing(ModelDrafter(draft, "coupled", evenly), far, evenly, hello)
+            speculator = Failing(ModelDrafter(draft, "coupled", Lists(evenly)), far, Lists(evenly), hello)
             joining.put(near)
             try:
                 speculator.run()

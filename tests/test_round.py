@@ -21,6 +21,7 @@ from saguaro.engines.base import Engine
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import LinkError
+from saguaro.orchestrator.fan_out_policy import Lists
 from saguaro.orchestrator.protocol import Answer, Round, decode
 from saguaro.orchestrator.types import Outcome, SamplingParams, Speculation
 from saguaro.plugins.fan_out import FanOut
@@ -148,7 +149,11 @@ def test_ratio_keeps_the_targets_law_over_hits_and_misses() -> None:
 
 def test_a_perfect_draft_always_hits_and_emits_k_plus_one() -> None:
     both = Pair(
-        scripted(TARGET), scripted(TARGET), lookahead=3, policy=lambda budget, k: FanOut((0,) * k + (budget,)), budget=2
+        scripted(TARGET),
+        scripted(TARGET),
+        lookahead=3,
+        policy=Lists(lambda budget, k: FanOut((0,) * k + (budget,))),
+        budget=2,
     )
     sequence = both.sequence([0], SamplingParams(temperature=1.0, seed=3, max_tokens=41))
     both.finish([sequence])

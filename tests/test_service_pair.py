@@ -21,7 +21,7 @@ from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
-from saguaro.orchestrator.fan_out_policy import uniform
+from saguaro.orchestrator.fan_out_policy import Lists, uniform
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.protocol import Hello
 from saguaro.orchestrator.service import Service
@@ -58,7 +58,7 @@ def serving(socket: Path) -> Iterator[None]:
     target, draft = engines()
     near, far = inproc_pair()
     hello = Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, draft.block_size)
-    speculator = Speculator(ModelDrafter(draft, "coupled", uniform), far, uniform, hello)
+    speculator = Speculator(ModelDrafter(draft, "coupled", Lists(uniform)), far, Lists(uniform), hello)
     links = iter([DraftLink(near, deployment=1, timeout=20)])
     service = Service(
         DeploymentConfig(

@@ -25,6 +25,7 @@ class Trunk:
     row: DraftRow
     prefix: int
     draft_tokens: tuple[int, ...]
+    happened: bool = False  # what is drafted answers a miss, not what may come
 
     @staticmethod
     def under_verification(row: DraftRow, speculation: Speculation) -> Trunk:
@@ -34,7 +35,7 @@ class Trunk:
     @staticmethod
     def decided(row: DraftRow) -> Trunk:
         """All that is known before the row's bonus token: its outcome (0, t*) has just happened."""
-        return Trunk(row, row.length - 2, ())
+        return Trunk(row, row.length - 2, (), happened=True)
 
 
 class Drafter(Protocol):
@@ -43,12 +44,13 @@ class Drafter(Protocol):
         ...
 
     def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
-        """The likeliest outcomes of each trunk: F_k guesses for every acceptance length k, in order of k.
+        """The likeliest outcomes of each trunk: F_k guesses, or fewer if it has no more, for every acceptance length k,
+        in order of k, best first.
 
         The token sent for verification at row k is never a guess there: it cannot be the bonus token (paper, 4.1.1).
         """
         ...
 
     def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
-        """A speculation of `row.lookahead` tokens for every outcome (outcomes of a trunk in order of k)."""
+        """A speculation of at most `row.lookahead` tokens for every outcome (outcomes of a trunk in order of k)."""
         ...

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from saguaro.engines.base import Engine, causal_batch, fan_out_batch, slots_of
+from saguaro.engines.base import Engine, causal_batch, fan_out_batch
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.drafters.base import Trunk
+from saguaro.orchestrator.drafters.token_memory import TokenMemory
+from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Situation
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Rule, SparseProbs, Speculation
@@ -61,7 +62,7 @@ class ModelDrafter:
         self,
         engine: Engine,
         rule: Rule,
-        policy: Callable[[int, int], FanOut],
+        policy: FanOutPolicy,
         *,
         width: int = 64,
         cache_aware: float = 1.0,
@@ -69,11 +70,11 @@ class ModelDrafter:
     ) -> None:
         self._engine = engine
         self._rule: Rule = rule
-        self._policy = policy  # (budget, lookahead) -> fan-out; cache-aware sampling favours what it will guess
+        self._policy = policy  # cache-aware sampling favours what will be guessed
         self._width = width  # candidates per row at temperature > 0: under `ratio` the support of q
         self._cache_aware = cache_aware  # C of σ_{F,C}
         self._grammars = grammars  # None: drafts know no grammar, which costs acceptance
-        self._token_in_slot = np.zeros(engine.num_blocks * engine.block_size, dtype=np.int64)
+        self.memory = TokenMemory(engine.num_blocks, engine.block_size)
 
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
         behind = [row for row in rows if len(row.tokens) > 1]
@@ -114,7 +115,7 @@ class ModelDrafter:
         batch = causal_batch(
             tokens, [row.start for row in rows], [row.table for row in rows], wanted, self._engine.block_size
         )
-        self._token_in_slot[batch.slots.numpy()] = batch.token_ids.numpy()
+        self.memory.write(batch.slots.numpy(), batch.token_ids.numpy())
         return self._engine.forward(batch).logits
 
     def _guess(self, trunk: Trunk, fan_out: FanOut, logits: torch.Tensor) -> list[Outcome]:
@@ -139,7 +140,8 @@ class ModelDrafter:
             for path, token in zip(branches.paths, candidates.ids[:, 0].tolist(), strict=True):
                 path.append(token)
             return
-        fan_out = self._policy(row.budget, row.lookahead).counts[depth]
+        situation = Situation(not branches.trunk.happened, row.request.params.temperature)
+        fan_out = self._policy(row.budget, row.lookahead, situation).counts[depth]
         for index, tail in enumerate(tails):
             position = branches.trunk.prefix + 1 + len(tail)
             uniform = sampling.uniform(row.request.seed, position, sampling.Purpose.DRAFT)
@@ -159,8 +161,7 @@ class ModelDrafter:
         context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
         follows = self._grammars is not None and trunk.row.grammar is not None
         if follows or sampling.needs_history(trunk.row.request.params):
-            slots = slots_of(trunk.row.table, context, self._engine.block_size)
-            context = self._token_in_slot[slots].tolist()
+            context = self.memory.read(trunk.row.table, len(context)).tolist()
         allowed = self._allowed(trunk.row, context, tails, logits) if follows else None
         return sampling.propose(logits, trunk.row.request, self._rule, context, tails, width, allowed)
 

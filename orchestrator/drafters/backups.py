@@ -1,0 +1,28 @@
+"""What may draft after a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from saguaro.orchestrator.drafters.base import Drafter
+from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.drafters.ngram import NgramDrafter
+from saguaro.orchestrator.drafters.nothing import NoDrafter
+from saguaro.orchestrator.drafters.random_tokens import RandomDrafter
+from saguaro.orchestrator.drafters.suffix import SuffixDrafter
+from saguaro.orchestrator.types import Backup, Rule
+
+
+def backup_drafter(name: Backup, primary: ModelDrafter, rule: Rule, tokens: Sequence[int]) -> Drafter:
+    """`tokens`: the ordinary ones of the tokenizer, neither special nor padding."""
+    match name:
+        case "primary":
+            return primary
+        case "ngram":
+            return NgramDrafter(primary.memory)
+        case "suffix":
+            return SuffixDrafter(primary.memory, shared=rule == "coupled")
+        case "random":
+            return RandomDrafter(primary.memory, tokens)
+        case "none":
+            return NoDrafter(primary.memory)
