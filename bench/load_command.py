@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from saguaro import __version__
+import saguaro
 from saguaro.bench.load import LoadPlan, LoadPoint, read_prompts, run_load, shipped_prompts, write_results
 from saguaro.bench.perf_analyzer import VERSION, perf_analyzer
 from saguaro.errors import ConfigError
@@ -64,10 +63,15 @@ def load(
             progress=line.update,
         )
         points.extend(running)
-    about = {"deployment": state.name, "machine": platform.machine(), "version": __version__, "perf_analyzer": VERSION}
+    about = {
+        "deployment": state.name,
+        "machine": platform.machine(),
+        "version": saguaro.__version__,
+        "perf_analyzer": VERSION,
+    }
     write_results(out, wanted, points, **about)
     if as_json:
-        print(json.dumps([asdict(point) for point in points]))
+        Console().print_json(data=[asdict(point) for point in points])
     else:
         Console().print(_table(points))
         console.print(f"written to {out}")
