@@ -22,8 +22,9 @@ demo: $(READY)
 	$(BIN)/saguaro build qwen2.5-coder-1.5b-cpu qwen2.5-coder-0.5b-cpu
 	$(BIN)/saguaro generate --compare --max-tokens 96 "$(PROMPT)"
 
+# Two workers, one of them for all that starts processes; each computes with one thread.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not real and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real and not soak and not gpu" -n 2 --dist loadgroup
 
 test-real: $(READY)
 	$(BIN)/python -m pytest -m real -s

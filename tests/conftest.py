@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
+# Files whose tests start deployments: `make test` runs two workers, and these must not look at each other's processes.
+DEPLOYMENTS = {
+    *("test_channels", "test_cli", "test_launch", "test_load", "test_openai_deployment", "test_remains", "test_serve"),
+    *("test_supervisor", "test_tensor_parallel", "test_triton_metrics", "test_triton_server"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in DEPLOYMENTS:
+            item.add_marker(pytest.mark.xdist_group("deployments"))
+
+
 # On the command lines of whatever a deployment consists of; Triton's processes carry paths or names of ours.
 PROCESSES = (RANK, b"saguaro.supervisor", b"saguaro.frontend.openai", b"tritonserver", b"triton_python_backend_stub")
 
