@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_cases import Case, causal_case, fan_out_case, make_case, random_case
 from masks import mask_of
+from saguaro.bench import fan_out_attention as bench
 from saguaro.errors import EngineError
 from saguaro.plugins import attention
 from saguaro.plugins.attention import fan_out_attention, plan_attention
@@ -190,3 +191,12 @@ def test_kernels_read_aligned_tensors_of_one_transfer() -> None:
     assert {t.dtype for t in tensors} == {torch.int32}
     assert {t.data_ptr() % 16 for t in tensors} == {0}
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+
+
+def test_the_comparison_s_methods_agree_and_its_table_holds_their_times() -> None:
+    result = bench.measure(2, 9, 20, repetitions=1)
+    assert min(result.times.values()) >= 0
+    assert 0 < result.memory["one_branch"] < result.memory["fan_out"]
+    row = bench.table([result], "here").splitlines()[-1]
+    assert row.startswith("| 2 | 9 | 20 | ")
+    assert row.count("|") == bench.table([result], "here").splitlines()[-2].count("|")
