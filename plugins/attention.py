@@ -110,54 +110,36 @@ def fan_out_attention(query: Tensor, key_pool: Tensor, value_pool: Tensor, plan:
 def _attend(query: Tensor, key_pool: Tensor, value_pool: Tensor, chunk: _Chunk, scale: float) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads = key_pool.shape[2]
+    group = heads // kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
 
     # The query heads of a KV head become rows of the same product: keys are read once and never repeated.
-    grouped = query.to(dtype).view(rows, kv_heads, -1, dim)
-    folded = grouped.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)  # [KV heads, group * rows, D]
+    grouped = (query.to(dtype) * scale).view(rows, kv_heads, group, dim)
+    folded = grouped.permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
     keys, values = (_shared(pool, chunk).to(dtype).transpose(0, 1) for pool in (key_pool, value_pool))
     seen = chunk.visible
-    output, lse = _fused(folded[None], keys[None, :, :seen], values[None, :, :seen], scale=scale)
-    output, lse = output[0], lse[0]
-    if seen < chunk.columns or chunk.own is not None:
-        rest, rest_lse = _attend_apart(
-            grouped, folded, keys[:, seen:], values[:, seen:], key_pool, value_pool, chunk, scale
-        )
-        share = torch.sigmoid(rest_lse - lse)[..., None]  # of the softmax: e^rest_lse / (e^lse + e^rest_lse)
-        output = torch.lerp(output, rest, share)
-    return output.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim).to(query.dtype)
+    fused, lse = _fused(folded[None], keys[None, :, :seen], values[None, :, :seen], scale=1.0)
+    output: Tensor = fused[0]  # [KV heads, group * rows, D]
+    if seen == chunk.columns and chunk.own is None:
+        return output.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim).to(query.dtype)
 
-
-def _attend_apart(
-    grouped: Tensor,  # [rows, KV heads, group, D]
-    folded: Tensor,  # [KV heads, group * rows, D], the same
-    keys: Tensor,  # [KV heads, t, D], and values: the shared columns that not all rows see
-    values: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    chunk: _Chunk,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention over what the rows of a chunk do not share: output like `folded`, and log-sum-exp.
-
-    Both are 0 and -inf for a row that sees none of it.
-    """
-    rows, kv_heads, group, dim = grouped.shape
-    shared = torch.bmm(folded, keys.transpose(1, 2)).view(kv_heads, group, rows, -1)
-    scores = shared.masked_fill_(chunk.hidden, -torch.inf)
+    # What all rows see is from here on one column: its score is the log-sum-exp, its value what has been computed.
+    scores = [lse.view(kv_heads, group, rows, 1)]
+    if seen < chunk.columns:
+        partly = torch.bmm(folded, keys[:, seen:].transpose(1, 2)).view(kv_heads, group, rows, -1)
+        scores.append(partly.masked_fill_(chunk.hidden, -torch.inf))
     if chunk.own is not None:
-        own_keys, own_values = (pool.flatten(0, 1)[chunk.own].to(grouped.dtype) for pool in (key_pool, value_pool))
-        own = grouped @ own_keys.permute(0, 2, 3, 1)  # [rows, KV heads, group, depth+1]
-        scores = torch.cat([scores, own.permute(1, 2, 0, 3)], dim=-1)
-    scores = scores * scale
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    probs = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
-    columns = keys.shape[1]
-    output = torch.bmm(probs[..., :columns].flatten(1, 2), values)
+        own_keys, own_values = (pool.flatten(0, 1)[chunk.own].to(dtype) for pool in (key_pool, value_pool))
+        scores.append((grouped @ own_keys.permute(0, 2, 3, 1)).permute(1, 2, 0, 3))  # [KV heads, group, rows, depth+1]
+    probs = torch.softmax(torch.cat(scores, dim=-1), dim=-1)
+    output = output.mul_(probs[..., :1].reshape(kv_heads, group * rows, 1))
+    end = 1 + chunk.columns - seen
+    if end > 1:
+        output.baddbmm_(probs[..., 1:end].reshape(kv_heads, group * rows, -1), values[:, seen:])
+    output = output.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3)
     if chunk.own is not None:
-        own_output = probs[..., columns:].permute(2, 0, 1, 3) @ own_values.transpose(1, 2)
-        output = output + own_output.permute(1, 2, 0, 3).flatten(1, 2)
-    return output, lse.flatten(1)
+        output = output + probs[..., end:].permute(2, 0, 1, 3) @ own_values.transpose(1, 2)
+    return output.reshape(rows, heads, dim).to(query.dtype)
 
 
 def _shared(pool: Tensor, chunk: _Chunk) -> Tensor:
