@@ -32,7 +32,7 @@ HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
 SCALE = HEAD_DIM**-0.5
 BLOCK_SIZE = 16
 LOOKAHEAD, DEPTH = 7, 3
-COMMAND = "OMP_NUM_THREADS=1 python -m saguaro.bench.fan_out_attention --out docs/results"
+COMMAND = "python -m saguaro.bench.fan_out_attention"
 
 
 @dataclass(frozen=True)
@@ -152,19 +152,19 @@ def peak_memory(method: Callable[[], Tensor]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         method()
     held = peak = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
     return peak
 
 
-def table(results: list[Result], where: str) -> str:
+def table(results: list[Result], command: str, where: str) -> str:
     """The results as a page."""
     lines = [
         "# Fan-out attention on the CPU",
         "",
-        f"`{COMMAND}`, {where}.",
+        f"`{command}`, {where}.",
         "",
         f"One layer, float32, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, K = {LOOKAHEAD}, depth {DEPTH}, "
         f"blocks of {BLOCK_SIZE}. Milliseconds of processor time (medians) and KiB held beside the inputs.",
@@ -201,9 +201,10 @@ def main(arguments: list[str]) -> None:
         ]
     where = f"PyTorch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}"
     options.out.mkdir(parents=True, exist_ok=True)
-    page = table(results, where)
+    command = f"OMP_NUM_THREADS={torch.get_num_threads()} {COMMAND} {' '.join(arguments)}"
+    page = table(results, command, where)
     (options.out / "fan_out_attention_cpu.md").write_text(page)
-    record = {"command": COMMAND, "where": where, "results": [asdict(result) for result in results]}
+    record = {"command": command, "where": where, "results": [asdict(result) for result in results]}
     (options.out / "fan_out_attention_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.stdout.write(page)
 

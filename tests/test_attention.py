@@ -197,6 +197,6 @@ def test_the_comparison_s_methods_agree_and_its_table_holds_their_times() -> Non
     result = bench.measure(2, 9, 20, repetitions=1)
     assert min(result.times.values()) >= 0
     assert 0 < result.memory["one_branch"] < result.memory["fan_out"]
-    row = bench.table([result], "here").splitlines()[-1]
+    row = bench.table([result], "command", "here").splitlines()[-1]
     assert row.startswith("| 2 | 9 | 20 | ")
-    assert row.count("|") == bench.table([result], "here").splitlines()[-2].count("|")
+    assert row.count("|") == bench.table([result], "command", "here").splitlines()[-2].count("|")
