@@ -162,3 +162,9 @@ def test_an_engine_computes_the_same_logits_with_the_kernel() -> None:
     for batch in (trunks, branches):
         torch_path, kernel = (engine.forward(batch).logits for engine in engines)
         torch.testing.assert_close(kernel, torch_path, rtol=0, atol=1e-4 * float(torch_path.abs().max()))
+
+
+@pytest.mark.parametrize("window", [1, 3, 7])
+def test_a_window_ends_among_own_tokens_in_the_trunk_and_in_the_prefix(window: int) -> None:
+    case = fan_out_case([(2, 0, 2), (1, 1)], [9, 0], 3, dtype=torch.float32, window=window)
+    assert case.excess(run(case, 1)) <= 0
