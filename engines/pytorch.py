@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
-from saguaro.plugins.attention import MAX_ROWS, AttentionPlan, fan_out_attention, plan_attention
+from saguaro.plugins.attention import Plan, plan_attention
+from saguaro.plugins.rows import check_tensors
 
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
@@ -42,7 +44,7 @@ class _Step:
 
     pool: KvPool
     slots: Tensor
-    plan: AttentionPlan
+    plan: Plan
     part: FixedRows | None  # of which the forward is; None: all rows of the batch, and no others
 
 
@@ -83,6 +85,7 @@ class PytorchEngine:
         self._deterministic = deterministic
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
+        self._plan_attention = _planner(self._device, deterministic)
         self._pool = KvPool(
             model.config, block_size=block_size, num_blocks=num_blocks, dtype=self._dtype, device=self._device
         )
@@ -147,7 +150,7 @@ class PytorchEngine:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""
         parts = fixed_rows(batch) if self._deterministic and batch.fan_out is None else []
-        plans = [self._plan(part.batch, max_rows=1) for part in parts] or [self._plan(batch)]
+        plans = [self._plan(part.batch) for part in parts] or [self._plan(batch)]
         if self._group is not None and self._group.leads:
             self._group.send(batch)  # after what it cannot run has been refused: followers get nothing they cannot run
         if not parts:
@@ -162,23 +165,23 @@ class PytorchEngine:
         order = torch.tensor([index for part in parts for index in part.logits]).argsort()
         return ForwardOutput(torch.cat(logits)[order])
 
-    def _plan(self, batch: ForwardBatch, max_rows: int = MAX_ROWS) -> AttentionPlan:
+    def _plan(self, batch: ForwardBatch) -> Plan:
         last = int(batch.positions.max())
         if last >= self.max_model_len:
             raise EngineError(
                 f"a row of the batch is at position {last}, but the engine's contexts end at {self.max_model_len} "
                 "tokens. Shorten the sequence, or build the engine with a larger max_model_len."
             )
-        return plan_attention(
+        return self._plan_attention(
             batch.rows,
             batch.block_tables,
             self.block_size,
+            self.num_blocks,
             batch.positions if batch.fan_out is None else batch.fan_out,
             self._device,
-            max_rows,
         )
 
-    def _hidden(self, batch: ForwardBatch, plan: AttentionPlan, part: FixedRows | None = None) -> Tensor:
+    def _hidden(self, batch: ForwardBatch, plan: Plan, part: FixedRows | None = None) -> Tensor:
         """Final hidden states [N, hidden] of all rows, in their places if they are a part; their KV is written."""
         token_ids, positions = batch.token_ids, batch.positions
         if part is not None:
@@ -200,6 +203,23 @@ class PytorchEngine:
         with torch.no_grad():
             logits: Tensor = self._model.get_output_embeddings()(hidden)[:, : self.vocab_size]
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _planner(device: torch.device, deterministic: bool) -> Callable[..., Plan]:
+    """How attention is computed on a device: by the kernel on CUDA, in plain torch elsewhere.
+
+    Raises EngineError where a row's attention depends on the batch and must not.
+    """
+    if device.type != "cuda":
+        return partial(plan_attention, max_rows=1) if deterministic else plan_attention
+    if deterministic:
+        raise EngineError(
+            "speculation.deterministic is set, but on CUDA the attention kernel shares its work out by what is in the "
+            "batch. Take the key out, or run the target on the CPU."
+        )
+    from saguaro.plugins.triton_lang import plan_kernel  # the language comes with torch's CUDA builds only
+
+    return plan_kernel
 
 
 def _computed(dtype: str) -> torch.dtype:
@@ -234,11 +254,14 @@ def _paged_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention in every layer: store the rows' KV, then attend over the pool."""
     layer = int(module.layer_idx)
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [N, H, D]
-    if step.part is not None:
-        rows = [states[step.part.places] for states in rows]  # what is in no place has no KV and sees none
-    step.pool.write(layer, step.slots, *rows[1:])
-    output = fan_out_attention(rows[0], step.pool.keys[layer], step.pool.values[layer], step.plan, scaling)
+    rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, H or KV heads, D]
+    if step.part is not None:  # what is in no place has no KV and sees none
+        rows, keys, values = (states[step.part.places] for states in (rows, keys, values))
+    step.pool.write(layer, step.slots, keys, values)
+    key_pool, value_pool = step.pool.keys[layer], step.pool.values[layer]
+    if layer == 0:
+        check_tensors(rows, key_pool, value_pool, len(step.slots))
+    output = step.plan.attend(rows, key_pool, value_pool, scaling)
     if step.part is not None:
         output = step.part.spread(output)
     return output[None], None  # [1, N, H, D]
