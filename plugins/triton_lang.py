@@ -11,8 +11,15 @@ kernel, and a CUDA graph of one step replays at every depth. Only this file impo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from saguaro.errors import EngineError
 
 # Columns of `sequences`.
 PREFIX, TRUNK, BRANCHES, STEPS, FIRST_ROW, ROWS = range(6)
@@ -168,3 +175,66 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     part = tl.load(parts + places[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
     merged = tl.sum(part * weights[:, None], 0)
     tl.store(output + place * HEAD_DIM + d, merged.to(output.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def update_kv_kernel(  # type: ignore[no-untyped-def]
+    key,  # [N, KV_HEADS, D], value likewise: WIDTH elements a row
+    value,
+    slots,  # [N] int32: where each row goes, block * block_size + offset; outside of the pool: nowhere
+    _key_pool,  # the pools as inputs: the memory of the outputs, by TensorRT's order of arguments
+    _value_pool,
+    num_slots,  # of a pool, int32
+    key_pool,  # [num_slots, KV_HEADS, D]
+    value_pool,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # power of two, >= WIDTH
+):
+    """Write the rows' keys and values into the pools. Grid: (N). Writing twice is writing once."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    e = tl.arange(0, BLOCK)
+    inside = e < WIDTH
+    tl.store(key_pool + slot * WIDTH + e, tl.load(key + row * WIDTH + e, mask=inside), mask=inside)
+    tl.store(value_pool + slot * WIDTH + e, tl.load(value + row * WIDTH + e, mask=inside), mask=inside)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as PTX for launchers other than Triton's own. Its parameters are the kernel's, but the constants."""
+
+    name: str
+    ptx: str
+    threads: int  # in a block
+    shared: int  # bytes of shared memory, dynamic
+
+
+def compile_ptx(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], *, capability: int, num_warps: int, num_stages: int
+) -> Compiled:
+    """Compile for a compute capability (90 is 9.0); needs no GPU. `types` are Triton's, such as "*bf16" and "i32".
+
+    Triton adds two parameters of its own, scratch memory of its launcher, which TensorRT would not pass: they are
+    removed. Raises EngineError when the kernel uses them.
+    """
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    # Buffers are aligned to 16 bytes at least: loads can be as wide as the hardware's.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    name = made.metadata.name
+    return Compiled(name, _without_scratch(made.asm["ptx"], name, len(types)), num_warps * 32, made.metadata.shared)
+
+
+def _without_scratch(ptx: str, name: str, parameters: int) -> str:
+    """The PTX with the kernel's first `parameters` parameters only."""
+    start = ptx.index(f".entry {name}(") + len(f".entry {name}(")
+    end = ptx.index(")", start)
+    declared = ptx[start:end].split(",")
+    for extra in range(parameters, len(declared)):
+        if f"{name}_param_{extra}]" in ptx[end:]:
+            raise EngineError(f"the kernel {name} needs scratch memory, which only Triton's own launcher passes.")
+    return ptx[:start] + ",".join(declared[:parameters]) + "\n" + ptx[end:]
