@@ -24,7 +24,8 @@ from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
-from saguaro.plugins.attention import AttentionPlan, fan_out_attention, plan_attention
+from saguaro.plugins.attention import Plan, plan_attention
+from saguaro.plugins.rows import check_tensors
 
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
@@ -41,7 +42,7 @@ class _Step:
 
     pool: KvPool
     slots: Tensor
-    plan: AttentionPlan
+    plan: Plan
 
 
 class PytorchEngine:
@@ -76,6 +77,7 @@ class PytorchEngine:
         self._group = group
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
+        self._plan_attention = _planner(self._device)
         self._pool = KvPool(
             model.config, block_size=block_size, num_blocks=num_blocks, dtype=self._dtype, device=self._device
         )
@@ -140,22 +142,23 @@ class PytorchEngine:
             logits = self._model.get_output_embeddings()(hidden)[:, : self.vocab_size]
             return ForwardOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    def _plan(self, batch: ForwardBatch) -> AttentionPlan:
+    def _plan(self, batch: ForwardBatch) -> Plan:
         last = int(batch.positions.max())
         if last >= self.max_model_len:
             raise EngineError(
                 f"a row of the batch is at position {last}, but the engine's contexts end at {self.max_model_len} "
                 "tokens. Shorten the sequence, or build the engine with a larger max_model_len."
             )
-        return plan_attention(
+        return self._plan_attention(
             batch.rows,
             batch.block_tables,
             self.block_size,
+            self.num_blocks,
             batch.positions if batch.fan_out is None else batch.fan_out,
             self._device,
         )
 
-    def _hidden(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor:
+    def _hidden(self, batch: ForwardBatch, plan: Plan) -> Tensor:
         """Final hidden states of the rows whose logits are wanted; KV of all rows is written."""
         embedded = self._model.get_input_embeddings()(batch.token_ids.to(self._device)).to(self._dtype)
         output = self._model.base_model(
@@ -166,6 +169,15 @@ class PytorchEngine:
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden[batch.logit_rows.to(self._device)]
+
+
+def _planner(device: torch.device) -> Callable[..., Plan]:
+    """How attention is computed on a device: by the kernel on CUDA, in plain torch elsewhere."""
+    if device.type == "cuda":
+        from saguaro.plugins.triton_lang import plan_kernel  # the language comes with torch's CUDA builds only
+
+        return plan_kernel
+    return plan_attention
 
 
 def _computed(dtype: str) -> torch.dtype:
@@ -201,7 +213,8 @@ def _paged_attention(
     """What transformers calls for attention in every layer: store the rows' KV, then attend over the pool."""
     layer = int(module.layer_idx)
     step.pool.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = fan_out_attention(
-        query[0].transpose(0, 1), step.pool.keys[layer], step.pool.values[layer], step.plan, scaling
-    )
+    rows, keys, values = query[0].transpose(0, 1), step.pool.keys[layer], step.pool.values[layer]
+    if layer == 0:
+        check_tensors(rows, keys, values, len(step.slots))
+    output = step.plan.attend(rows, keys, values, scaling)
     return output[None], None  # [1, N, H, D]

@@ -23,16 +23,11 @@ from torch import Tensor, nn
 
 from saguaro.engines.base import ForwardBatch
 from saguaro.engines.checkpoint import check_config
-from saguaro.engines.kv_pool import head_dim
 from saguaro.errors import EngineError
 from saguaro.plugins import tensorrt as plugin
+from saguaro.plugins.rows import RowTensors
 
-TYPES = {
-    torch.float32: trt.DataType.FLOAT,
-    torch.float16: trt.DataType.HALF,
-    torch.bfloat16: trt.DataType.BF16,
-    torch.int32: trt.DataType.INT32,
-}
+TYPES = {dtype: kind for kind, dtype in plugin.TORCH.items()}
 _PLUGIN_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -48,9 +43,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not 1 <= self.usual_rows <= self.max_rows:
-            raise EngineError(
-                f"usual_rows is {self.usual_rows}, but must be between 1 and max_rows ({self.max_rows})."
-            )
+            raise EngineError(f"usual_rows is {self.usual_rows}, but must be between 1 and max_rows ({self.max_rows}).")
         for name in ("max_sequences", "max_blocks"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -71,6 +64,7 @@ def build_plan(
         max_model_len=max_model_len,
         block_size=block_size,
         capability=capability,
+        usual_rows=limits.usual_rows,
         splits=limits.splits,
     )
     config = builder.create_builder_config()
@@ -100,10 +94,12 @@ class DraftNetwork:
         max_model_len: int,
         block_size: int,
         capability: int,
+        usual_rows: int,
         splits: int = 1,
     ) -> None:
         self._network = network
         self._capability = capability
+        self._usual_rows = usual_rows
         self._splits = splits
         self._model = model
         self._config = model.config
@@ -138,7 +134,7 @@ class DraftNetwork:
         check_config(self._config, self._max_model_len)
         if self._dtype not in _PLUGIN_TYPES:
             raise EngineError(
-                f"the tensorrt engine computes in float32, float16 or bfloat16, not {self._dtype}. Choose another dtype."
+                f"the tensorrt engine computes in float32, float16 or bfloat16, not {self._dtype}. Change the dtype."
             )
         if self._config.hidden_act != "silu":
             raise EngineError(
@@ -190,16 +186,17 @@ class DraftNetwork:
 
         shape = ("B", self._block_size, kv_heads, dim)
         pools = [self._input(f"{kind}_pool.{index}", self._dtype, shape) for kind in ("key", "value")]
-        pools = plugin.update_kv(self._network, key, value, slots, *pools, capability=self._capability)
-        for kind, pool in zip(("key", "value"), pools):
+        updated = plugin.update_kv(self._network, key, value, slots, *pools, capability=self._capability)
+        for kind, pool in zip(("key", "value"), updated):
             self._output(pool, f"{kind}_pool.{index}.updated")
         output = plugin.fan_out_attention(
             self._network,
             query,
-            *pools,
+            *updated,
             *mask,
             scale=float(attention.scaling),
             capability=self._capability,
+            usual_rows=self._usual_rows,
             splits=self._splits,
         )
         return self._linear(self._reshape(output, (0, heads * dim)), attention.o_proj)
@@ -207,7 +204,9 @@ class DraftNetwork:
     def _feed_forward(self, mlp: Any, hidden: Any) -> Any:
         gate = self._linear(hidden, mlp.gate_proj)
         sigmoid = _of(self._network.add_activation(gate, trt.ActivationType.SIGMOID))
-        return self._linear(self._multiply(self._multiply(gate, sigmoid), self._linear(hidden, mlp.up_proj)), mlp.down_proj)
+        return self._linear(
+            self._multiply(self._multiply(gate, sigmoid), self._linear(hidden, mlp.up_proj)), mlp.down_proj
+        )
 
     def _norm(self, hidden: Any, norm: Any, rank: int = 2) -> Any:
         """RMSNorm over the last of `rank` dimensions, in float32 like the model's."""
@@ -300,19 +299,6 @@ def feeds(batch: ForwardBatch) -> dict[str, Tensor]:
 
 
 def _mask(batch: ForwardBatch) -> dict[str, Tensor]:
-    """What the attention kernel reads: its docstring says what each number means."""
-    rows = torch.tensor(batch.rows)
-    first = rows.cumsum(0) - rows
-    width = max(len(table) for table in batch.block_tables)
-    table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in batch.block_tables])
-    if batch.fan_out is None:
-        # A sequence of no rows has no first position; it is never looked at.
-        prefix = batch.positions[first.clamp(max=len(batch.positions) - 1)]
-        fork, branch = batch.positions - prefix.repeat_interleave(rows), torch.zeros_like(batch.positions)
-        numbers = [prefix, rows, torch.ones_like(rows), torch.zeros_like(rows), first, rows]
-    else:
-        mask = batch.fan_out
-        fork, branch = mask.fork, mask.branch
-        steps = torch.full_like(rows, mask.depth + 1)
-        numbers = [mask.prefix, mask.trunk, mask.branches.clamp(min=1), steps, first, rows]
-    return {"block_table": table, "sequences": torch.stack(numbers, 1), "fork": fork, "branch": branch}
+    mask = batch.positions if batch.fan_out is None else batch.fan_out
+    rows = RowTensors.of(batch.rows, batch.block_tables, mask)
+    return {name: getattr(rows, name) for name in plugin.MASK}

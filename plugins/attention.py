@@ -13,18 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from saguaro.errors import EngineError
 from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.rows import check_rows
 
 # Scores of one matrix product, per head: bounds the memory of a long prefill (float32, 64 heads: 32 MiB).
 MAX_SCORES = 2**17
 # Rows of one matrix product: a causal prefill computes no scores behind a chunk's last row, so chunks save work.
 # Measured at 14 heads on 2 KV heads of 64: 64 rows take 0.74 to 0.96 of the time of 256 at 500 to 4096 tokens.
 MAX_ROWS = 64
+
+
+class Plan(Protocol):
+    """What every layer of one forward needs to know of rows, blocks and mask, for one way to compute the attention."""
+
+    def attend(self, query: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float) -> Tensor:
+        """Attention output [N, H, D] of the rows `query` [N, H, D], in its dtype."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,23 +49,30 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every layer of one forward needs to know of rows, blocks and mask."""
+    """A `Plan` in plain torch: what every layer of one forward needs to know of rows, blocks and mask."""
 
     chunks: tuple[_Chunk, ...]
+
+    def attend(self, query: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float) -> Tensor:
+        """See `fan_out_attention`."""
+        return fan_out_attention(query, key_pool, value_pool, self, scale)
 
 
 def plan_attention(
     rows: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     block_size: int,
+    num_blocks: int,
     mask: Tensor | FanOutMask,
     device: torch.device | str = "cpu",
 ) -> AttentionPlan:
     """Plan the attention of N flat rows: `rows[s]` rows for each of S sequences, adjacent.
 
     `mask` is either [N] positions (causal: a row at position i sees columns 0..i) or a FanOutMask.
-    Raises EngineError when a block table is too short for what its rows see.
+    Raises EngineError, naming the argument, when they do not fit each other, a table holds a block the pool does not
+    have, or is too short for what its rows see.
     """
+    check_rows(rows, block_tables, block_size, num_blocks, mask)
     if isinstance(mask, FanOutMask):
         limits, paths = mask.context, mask.path
     else:
@@ -64,17 +80,11 @@ def plan_attention(
     limit_list = limits.tolist()
     chunks = []
     first = 0
-    for sequence, (count, table) in enumerate(zip(rows, block_tables, strict=True)):
+    for count, table in zip(rows, block_tables, strict=True):
         if count == 0:
             continue
         last = first + count
         longest = max(limit_list[first:last])
-        needed = longest if paths is None else int(paths[last - 1, -1]) + 1
-        if needed > len(table) * block_size:
-            raise EngineError(
-                f"sequence {sequence} of the batch reads {needed} KV columns, but its block table has {len(table)} "
-                f"blocks of {block_size}. Grow the table before the forward."
-            )
         step = max(1, min(MAX_ROWS, MAX_SCORES // longest))
         for start in range(first, last, step):
             part = slice(start, min(start + step, last))
@@ -92,7 +102,8 @@ def plan_attention(
 def fan_out_attention(query: Tensor, key_pool: Tensor, value_pool: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Attention output [N, H, D] of the rows `query` [N, H, D] under the plan's mask, in the dtype of `query`.
 
-    Scores, softmax and sums are in float32 (float64 if `query` is).
+    Scores, softmax and sums are in float32 (float64 if `query` is). Shapes are not checked here, once a layer:
+    `check_tensors` does that once for a model.
     """
     outputs = [_attend(query[chunk.rows], key_pool, value_pool, chunk, scale) for chunk in plan.chunks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -144,11 +155,12 @@ def _slots(table: Sequence[int], columns: Tensor, block_size: int) -> Tensor:
     return torch.tensor(table, dtype=torch.int64)[columns // block_size] * block_size + columns % block_size
 
 
-def visible_columns(mask: Tensor | FanOutMask, row: int, columns: Tensor) -> Tensor:
+def visible_columns(mask: Tensor | FanOutMask, row: int, columns: Tensor, window: int = 0) -> Tensor:
     """Which `columns` of its sequence's block table a row sees. A causal mask is given by the [N] positions."""
     if isinstance(mask, FanOutMask):
-        return mask.visible(torch.tensor(row), columns)
-    return columns <= mask[row]
+        return mask.visible(torch.tensor(row), columns, window)
+    seen = columns <= mask[row]
+    return seen & (columns > mask[row] - window) if window else seen
 
 
 def reference_attention(
@@ -159,9 +171,14 @@ def reference_attention(
     block_tables: Sequence[Sequence[int]],
     mask: Tensor | FanOutMask,
     scale: float,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """The definition, one row and one head at a time: softmax over the columns a row sees. [N, H, D] like `query`.
 
+    With a sliding `window`, a row at position p sees positions above p - window; with a `soft_cap`, a score s becomes
+    soft_cap * tanh(s / soft_cap). 0 is none.
     Slow and obviously right: what `fan_out_attention` and every kernel is checked against.
     """
     block_size, kv_heads = key_pool.shape[1:3]
@@ -172,10 +189,12 @@ def reference_attention(
     for count, table in zip(rows, block_tables, strict=True):
         columns = torch.arange(len(table) * block_size)
         for _ in range(count):
-            slots = _slots(table, columns[visible_columns(mask, row, columns)], block_size)
+            slots = _slots(table, columns[visible_columns(mask, row, columns, window)], block_size)
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
-                weights = torch.softmax(keys[slots, kv_head] @ query[row, head] * scale, dim=0)
-                output[row, head] = weights @ values[slots, kv_head]
+                scores = keys[slots, kv_head] @ query[row, head] * scale
+                if soft_cap:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                output[row, head] = torch.softmax(scores, dim=0) @ values[slots, kv_head]
             row += 1
     return output

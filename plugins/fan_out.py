@@ -85,13 +85,29 @@ class FanOutMask:
         """[N, depth+1] columns of each row's own tokens, oldest first."""
         return self.own_columns(torch.arange(self.depth + 1, device=self.fork.device)[:, None]).T
 
-    def visible(self, row: Tensor, column: Tensor) -> Tensor:
+    def visible(self, row: Tensor, column: Tensor, window: int = 0) -> Tensor:
         """The mask: whether `row` (0..N-1) sees `column` of its sequence's block table. Broadcasts.
 
+        With a sliding `window`, a row at position p sees positions above p - window only; 0 is none.
         Golden case (paper, figure 8): prefix P, K=3, F=4, depth 2: a row forked at k sees P + (k+1) + 3 columns.
         """
         sequence = self.sequence[row]
         offset = column - self.prefix[sequence] - self.trunk[sequence]
         branches = self.branches[sequence]
-        own = (offset >= 0) & (offset % branches == self.branch[row]) & (offset // branches <= self.depth)
-        return (column < self.context[row]) | own
+        age = offset // branches
+        own = (offset >= 0) & (offset % branches == self.branch[row]) & (age <= self.depth)
+        seen = (column < self.context[row]) | own
+        if window:
+            position = torch.where(offset >= 0, self.context[row] + age, column)
+            seen &= position > self.positions[row] - window
+        return seen
+
+    def dense(self, columns: int, window: int = 0) -> Tensor:
+        """[N, columns] bool: the mask written out, for tests and for engines that can only take one."""
+        return self.visible(torch.arange(len(self.fork))[:, None], torch.arange(columns), window)
+
+    def packed(self, columns: int, window: int = 0) -> Tensor:
+        """[N, ceil(columns / 32)] int32: the mask in bits. Column c is bit c % 32 of word c // 32, lowest bit first."""
+        dense = self.dense(columns, window)
+        words = torch.nn.functional.pad(dense, (0, -columns % 32)).view(len(dense), -1, 32).long()
+        return (words << torch.arange(32)).sum(-1).to(torch.int32)

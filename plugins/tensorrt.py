@@ -1,26 +1,29 @@
-"""The fan-out attention as TensorRT plugins, from the kernels of `triton_lang.py`. Only these files import tensorrt.
+"""The fan-out attention as TensorRT plugins, from the kernels of `triton_lang.py`.
 
-Three quickly deployable plugins (`tensorrt.plugin`), each one kernel launch, as TensorRT's ahead-of-time form demands:
+Three quickly deployable plugins (`tensorrt.plugin`), each one kernel launch, as its ahead-of-time form demands:
 
     saguaro::UpdateKv         writes the rows' keys and values into the pools, in place (outputs aliased to inputs)
-    saguaro::FanOutAttention  attends the rows to the pools under the fan-out mask, over `splits` parts of the columns
-    saguaro::MergeParts       puts the parts together; not needed with one
+    saguaro::FanOutAttention  attends the rows to the pools under the fan-out mask, in `splits` parts of the columns
+    saguaro::MergeParts       puts the parts together; added with two or more
 
-KV is updated by a plugin of its own rather than by the attention: rows of a trunk read what other rows of the same
-forward have just written, and inside one launch nothing makes one block of threads wait for another. Between two
-plugins the updated pool, an output of one and an input of the other, is that order. The attention then changes nothing
-but its output, so TensorRT may run it as often as it likes, for timing; and UpdateKv may be repeated too.
+KV is updated by a plugin of its own and not by the attention, because rows of a trunk read what other rows of the same
+forward have just written, and inside one launch no block of threads can wait for another. Between two plugins the order
+is that of the data: the updated pool is an output of the first and an input of the second. So only a plugin that may be
+repeated at will changes memory in place, and the attention changes nothing but its output.
 
-In an engine the kernels are PTX, compiled for the `capability` of its device: running it needs no Python. The same
-plugins can be run from Python (`ahead_of_time=False`), where the kernel is launched by Triton.
+In an engine the kernels are PTX for the device's `capability`, and running it needs no Python. The same plugins run
+from Python too (`ahead_of_time=False`), launched by Triton: for debugging, and where shared memory is not enough.
 
-The functions `update_kv` and `fan_out_attention` check names, ranks, sizes and dtypes before they add anything to the
-network, and raise EngineError naming the argument. TensorRT's own rules (schema, exact types of attributes) come after.
+`update_kv` and `fan_out_attention` check names, ranks, sizes, dtypes and attributes before they add anything, and raise
+EngineError naming the argument.
 """
 
-# No `from __future__ import annotations` here: TensorRT reads the annotations as objects.
+from __future__ import annotations
 
 import math
+from dataclasses import replace
+from inspect import Parameter, Signature
+from types import GenericAlias, SimpleNamespace
 from typing import Any
 
 import tensorrt as trt
@@ -29,38 +32,28 @@ import torch
 
 from saguaro.errors import EngineError
 from saguaro.plugins import triton_lang
+from saguaro.plugins.variant import Variant
 
-# What the attention reads of a forward, all int32: the kernel's arguments by name. A letter is an open size: S
-# sequences, N rows, W blocks of the longest block table.
+# What the attention reads of a forward, `RowTensors` by name, all int32. A letter is a size: S sequences, N rows, W
+# blocks of the longest block table, of which the network leaves all open.
 MASK: dict[str, tuple[int | str, ...]] = {
     "block_table": ("S", "W"),
     "sequences": ("S", 6),
     "fork": ("N",),
     "branch": ("N",),
 }
-_UPDATE, _ATTENTION, _MERGE = "saguaro::UpdateKv", "saguaro::FanOutAttention", "saguaro::MergeParts"
-# The dtypes computed in: name for Triton, name for autotuning.
-_FLOATS = {
-    trt.DataType.FLOAT: ("fp32", "FP32"),
-    trt.DataType.HALF: ("fp16", "FP16"),
-    trt.DataType.BF16: ("bf16", "BF16"),
+TORCH = {
+    trt.DataType.FLOAT: torch.float32,
+    trt.DataType.HALF: torch.float16,
+    trt.DataType.BF16: torch.bfloat16,
+    trt.DataType.INT32: torch.int32,
 }
+_TUNED = {trt.DataType.FLOAT: "FP32", trt.DataType.HALF: "FP16"}  # names in autotuning; the others are their own
 _POOL = ("B", "BLOCK_SIZE", "KV_HEADS", "D")
-_SHAPES: dict[str, dict[str, tuple[int | str, ...]]] = {
-    _UPDATE: {
-        "key": ("N", "KV_HEADS", "D"),
-        "value": ("N", "KV_HEADS", "D"),
-        "slots": ("N",),
-        "key_pool": _POOL,
-        "value_pool": _POOL,
-    },
-    _ATTENTION: {"query": ("N", "H", "D"), "key_pool": _POOL, "value_pool": _POOL, **MASK},
-    _MERGE: {"parts": ("SPLITS", "N", "H", "D"), "lse": ("SPLITS", "N", "H")},
-}
-_INTEGERS = ("slots", *MASK)
-_HEAD_DIM_LIMIT = 256
-# Shared memory a block of threads may have without the launcher asking for more, which TensorRT is not known to do.
+_FIXED = ("BLOCK_SIZE", "KV_HEADS", "H", "D", "SPLITS")  # sizes that are compiled into the kernels
+# Shared memory a program gets without its launcher asking the driver for more, which TensorRT is not known to do.
 _SHARED_LIMIT = 48 * 1024
+_Kernel = tuple[str, str, Any, Any]
 
 
 def update_kv(
@@ -70,10 +63,7 @@ def update_kv(
 
     The outputs are the memory of the inputs: whatever reads the new KV must read them, not `key_pool` and `value_pool`.
     """
-    tensors = {"key": key, "value": value, "slots": slots, "key_pool": key_pool, "value_pool": value_pool}
-    _check_tensors(_UPDATE, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
-    _check_capability(capability)
-    layer = _add(network, trtp.op.saguaro.UpdateKv(*tensors.values(), capability=capability), True)
+    layer = _UPDATE.add(network, (key, value, slots, key_pool, value_pool), {"capability": capability}, True)
     return layer.get_output(0), layer.get_output(1)
 
 
@@ -89,6 +79,7 @@ def fan_out_attention(
     *,
     scale: float,
     capability: int,
+    usual_rows: int,
     window: int = 0,
     soft_cap: float = 0.0,
     splits: int = 1,
@@ -96,400 +87,301 @@ def fan_out_attention(
 ) -> Any:
     """Add the attention of `query` [N, H, D] over the pools [B, block size, KV heads, D] to the network; [N, H, D].
 
-    `block_table` to `branch` are those of `triton_lang.fan_out_attention_kernel`. The columns are attended in `splits`
-    parts side by side, which keeps a device busy when there are few sequences. `capability` is the device's: 90 is 9.0.
+    `block_table` to `branch` are those of `RowTensors`. `usual_rows` of a sequence are what the kernel's tile is made
+    for; `splits` parts of the columns are computed side by side, which keeps a device busy when sequences are few.
+    `capability` is the device's: 90 is 9.0.
     """
-    tensors = {"query": query, "key_pool": key_pool, "value_pool": value_pool, "block_table": block_table}
-    tensors |= {"sequences": sequences, "fork": fork, "branch": branch}
-    _check_tensors(_ATTENTION, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
-    attributes = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits, "capability": capability}
-    _check_attributes(attributes)
-    layer = _add(network, trtp.op.saguaro.FanOutAttention(*tensors.values(), **attributes), ahead_of_time)
+    tensors = (query, key_pool, value_pool, block_table, sequences, fork, branch)
+    attributes = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    attributes |= {"usual_rows": usual_rows, "capability": capability}
+    layer = _ATTENTION.add(network, tensors, attributes, ahead_of_time)
     if splits == 1:
         return layer.get_output(0)
-    parts, lse = layer.get_output(0), layer.get_output(1)
-    dtype = query.dtype.name
-    return _add(network, trtp.op.saguaro.MergeParts(parts, lse, dtype=dtype, capability=capability), ahead_of_time).get_output(0)
+    attributes = {"dtype": query.dtype.name, "capability": capability}
+    return _MERGE.add(network, (layer.get_output(0), layer.get_output(1)), attributes, ahead_of_time).get_output(0)
 
 
-def _add(network: Any, plugin: Any, ahead_of_time: bool) -> Any:
-    layer = network.add_plugin(plugin, ahead_of_time)
-    if layer is None:
-        raise EngineError("TensorRT refused a plugin of the draft's network; its log says why.")
-    return layer
+class _Plugin:
+    """One plugin: its arguments stated once, and from them the four functions that TensorRT wants.
 
+    A method gets the arguments as attributes of one object: descriptions of the inputs (memory, in `run`), then the
+    plugin's attributes, and `outputs`.
+    """
 
-# What is allowed ------------------------------------------------------------------------------------------------------
+    id: str
+    inputs: dict[str, tuple[int | str, ...]]  # shapes; equal letters are equal sizes
+    attributes: dict[str, type]
+    outputs: int
 
+    def describe(self, a: Any) -> tuple[Any, ...]:
+        """Types and shapes of the outputs."""
+        raise NotImplementedError
 
-def _check_tensors(plugin: str, tensors: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
-    """Ranks, sizes and dtypes of a plugin's inputs; -1 is a size that is not known yet."""
-    sizes: dict[str, tuple[int, str]] = {}  # of each letter, and the argument it was first seen in
-    floats = None
-    for name, (dtype, shape) in tensors.items():
-        expected = _SHAPES[plugin][name]
-        wanted = f"[{', '.join(str(size) for size in expected)}]"
-        if len(shape) != len(expected):
-            raise EngineError(f"{plugin}: {name} has the shape {list(shape)}, but must be {wanted}.")
-        for size, letter in zip(shape, expected):
-            known, where = sizes.setdefault(letter, (size, name)) if isinstance(letter, str) else (letter, "")
-            if known < 0 <= size and isinstance(letter, str):
-                sizes[letter] = (size, name)
-            elif min(known, size) >= 0 and known != size:
-                fixed = f" with {letter} = {known} as in {where}" if where else ""
-                raise EngineError(f"{plugin}: {name} has the shape {list(shape)}, but must be {wanted}{fixed}.")
-        if name in _INTEGERS:
-            if dtype != trt.DataType.INT32:
-                raise EngineError(f"{plugin}: {name} is {dtype.name}, but must be INT32.")
-        elif plugin == _MERGE:
-            if dtype != trt.DataType.FLOAT:
-                raise EngineError(f"{plugin}: {name} is {dtype.name}, but must be FLOAT.")
-        elif dtype not in _FLOATS:
-            raise EngineError(f"{plugin}: {name} is {dtype.name}, but must be {', '.join(t.name for t in _FLOATS)}.")
-        elif floats is not None and dtype != floats[0]:
-            raise EngineError(f"{plugin}: {name} is {dtype.name}, but must be {floats[0].name} like {floats[1]}.")
+    def compile(self, a: Any) -> _Kernel:
+        """Name and PTX of the kernel, its grid, and its arguments between inputs and outputs."""
+        raise NotImplementedError
+
+    def run(self, a: Any) -> None:
+        """Launch the kernel on the current stream."""
+        raise NotImplementedError
+
+    def check(self, tensors: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
+        """Raises EngineError for types and shapes of inputs that do not fit; -1 is a size that is not known (yet)."""
+        sizes: dict[str, tuple[int, str]] = {}  # of each letter, and the argument that has it
+        for name, (dtype, shape) in tensors.items():
+            wanted = f"[{', '.join(map(str, self.inputs[name]))}]"
+            if len(shape) != len(self.inputs[name]):
+                raise EngineError(f"{self.id}: {name} has the shape {list(shape)}, but must be {wanted}.")
+            for size, letter in zip(shape, self.inputs[name]):
+                known, where = (letter, "") if isinstance(letter, int) else sizes.get(str(letter), (size, name))
+                if min(known, size) >= 0 and known != size:
+                    reason = f", with {letter} = {known} as in {where}" if where else ""
+                    raise EngineError(f"{self.id}: {name} has the shape {list(shape)}, but must be {wanted}{reason}.")
+                if isinstance(letter, str):
+                    sizes[letter] = (known, where) if known >= 0 else (size, name)
+            self._check_type(name, dtype, next(iter(tensors.items())))
+
+    def _check_type(self, name: str, dtype: Any, first: tuple[str, tuple[Any, Any]]) -> None:
+        if name == "slots" or name in MASK:
+            allowed, reason = [trt.DataType.INT32], ""
+        elif name == first[0]:
+            allowed, reason = [kind for kind in TORCH if kind != trt.DataType.INT32], ""
         else:
-            floats = floats or (dtype, name)
-    heads, kv_heads, dim = (sizes.get(letter, (-1, ""))[0] for letter in ("H", "KV_HEADS", "D"))
-    if min(heads, kv_heads) > 0 and heads % kv_heads:
-        raise EngineError(f"{plugin}: query has {heads} heads, which must be a multiple of key_pool's {kv_heads}.")
-    if not (dim < 0 or 1 <= dim <= _HEAD_DIM_LIMIT):
-        raise EngineError(f"{plugin}: a head of {next(iter(tensors))} has {dim} elements; 1 to {_HEAD_DIM_LIMIT} fit.")
+            allowed, reason = [first[1][0]], f" like {first[0]}"
+        if dtype not in allowed:
+            names = " or ".join(kind.name for kind in allowed)
+            raise EngineError(f"{self.id}: {name} is {dtype.name}, but must be {names}{reason}.")
+
+    def add(self, network: Any, tensors: tuple[Any, ...], attributes: dict[str, Any], ahead_of_time: bool) -> Any:
+        """Add the plugin to a network, checked; the layer."""
+        described = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        self.check(dict(zip(self.inputs, described, strict=True)))
+        for name, (_, shape) in zip(self.inputs, described):
+            for size, letter in zip(shape, self.inputs[name]):
+                if size < 0 and letter in _FIXED:
+                    raise EngineError(f"{self.id}: {name} has the shape {list(shape)}; {letter} must not be open.")
+        for name, kind in self.attributes.items():
+            if type(attributes[name]) is not kind:
+                raise EngineError(f"{self.id}: {name} must be of type {kind.__name__}, got {attributes[name]!r}.")
+        if attributes["capability"] < 80:
+            raise EngineError(f"{self.id}: capability must be 80 (8.0) or more, got {attributes['capability']}.")
+        self.check_attributes(SimpleNamespace(**dict(zip(self.inputs, tensors)), **attributes))
+        space, name = self.id.split("::")
+        layer = network.add_plugin(getattr(getattr(trtp.op, space), name)(*tensors, **attributes), ahead_of_time)
+        if layer is None:
+            raise EngineError(f"TensorRT refused the plugin {self.id}; its log says why.")
+        return layer
+
+    def check_attributes(self, a: Any) -> None:
+        """Raises EngineError for values of attributes that do not fit."""
+
+    def register(self) -> None:
+        """Make TensorRT know the plugin, lazily: its registry hears of it when the first network uses it."""
+        described = GenericAlias(tuple, (trtp.TensorDesc,) * self.outputs)
+        memory = GenericAlias(tuple, (trtp.Tensor,) * self.outputs)
+        kernel = GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
+        combinations = GenericAlias(list, (trtp.AutoTuneCombination,))
+        trtp.register(self.id, lazy_register=True)(self._function(self._describe, {}, described))
+        trtp.autotune(self.id)(self._function(self._tune, {"outputs": described}, combinations))
+        trtp.impl(self.id)(self._function(self._run, {"outputs": memory, "stream": int}, None, trtp.Tensor))
+        trtp.aot_impl(self.id)(self._function(self.compile, {"outputs": described, "tactic": int}, kernel))
+
+    def _function(self, method: Any, last: dict[str, Any], returns: Any, kind: Any = trtp.TensorDesc) -> Any:
+        """A function with the signature that TensorRT inspects: inputs, attributes, and what it gives at the end."""
+        arguments = {**dict.fromkeys(self.inputs, kind), **self.attributes, **last}
+
+        def function(*values: Any, **options: Any) -> Any:
+            return method(SimpleNamespace(**dict(zip(arguments, values)), **options))
+
+        kinds = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, annotation=t) for n, t in arguments.items()]
+        function.__signature__ = Signature(kinds, return_annotation=returns)  # type: ignore[attr-defined]
+        return function
+
+    def _describe(self, a: Any) -> tuple[Any, ...]:
+        given = {name: getattr(a, name) for name in self.inputs}
+        self.check({name: (desc.dtype, tuple(map(_size, desc.shape_expr))) for name, desc in given.items()})
+        return self.describe(a)
+
+    def _tune(self, a: Any) -> list[Any]:
+        # The network is strongly typed and the layout always linear, so there is one combination: nothing to time.
+        kinds = [getattr(a, name).dtype for name in self.inputs] + [output.dtype for output in a.outputs]
+        return [trtp.AutoTuneCombination(", ".join(_TUNED.get(kind, kind.name) for kind in kinds), "LINEAR")]
+
+    def _run(self, a: Any) -> None:
+        memory = {name: _torch(getattr(a, name)) for name in self.inputs}
+        with _on(a.stream):
+            self.run(SimpleNamespace(**(vars(a) | memory | {"outputs": [_torch(output) for output in a.outputs]})))
 
 
-def _check_attributes(attributes: dict[str, Any]) -> None:
-    rules = {
-        "scale": (float, lambda x: 0.0 < x < float("inf"), "positive"),
-        "window": (int, lambda x: x >= 0, "0 (none) or more"),
-        "soft_cap": (float, lambda x: 0.0 <= x < float("inf"), "0.0 (none) or more"),
-        "splits": (int, lambda x: x > 0 and x & (x - 1) == 0, "a power of two"),
+class _UpdateKv(_Plugin):
+    id = "saguaro::UpdateKv"
+    inputs = {
+        "key": ("N", "KV_HEADS", "D"),
+        "value": ("N", "KV_HEADS", "D"),
+        "slots": ("N",),
+        "key_pool": _POOL,
+        "value_pool": _POOL,
     }
-    for name, (kind, fits, words) in rules.items():
-        value = attributes[name]
-        if type(value) is not kind or not fits(value):
-            raise EngineError(f"{_ATTENTION}: {name} is {value!r}, but must be {words}, of type {kind.__name__}.")
-    _check_capability(attributes["capability"])
+    attributes = {"capability": int}
+    outputs = 2
 
+    def describe(self, a: Any) -> tuple[Any, ...]:
+        return a.key_pool.aliased(), a.value_pool.aliased()
 
-def _check_capability(capability: Any) -> None:
-    if type(capability) is not int or capability < 80:
-        raise EngineError(
-            f"saguaro plugins: capability is {capability!r}, but must be that of a device, 80 (8.0) or more, of type int."
+    def compile(self, a: Any) -> _Kernel:
+        compiled = triton_lang.compile_update(TORCH[a.key.dtype], math.prod(a.key.shape[1:]), a.capability)
+        num_slots = a.key_pool.shape_expr[0] * a.key_pool.shape_expr[1]
+        return _kernel(compiled, 8, (a.key.shape_expr[0],), num_slots)
+
+    def run(self, a: Any) -> None:
+        num_slots = a.key_pool.shape[0] * a.key_pool.shape[1]
+        triton_lang.update_kv_kernel[(len(a.key),)](
+            a.key,
+            a.value,
+            a.slots,
+            a.key_pool,
+            a.value_pool,
+            num_slots,
+            *a.outputs,
+            **triton_lang.update_constants(math.prod(a.key.shape[1:])),
         )
 
 
-def _check_descriptions(plugin: str, *descriptions: Any) -> None:
-    """The same, of what TensorRT describes to a plugin: sizes are expressions, of which some are known."""
-
-    def size(expression: Any) -> int:
-        if expression.is_fake or not expression.is_constant:
-            return -1
-        return int(expression.constant_value())
-
-    _check_tensors(
-        plugin,
-        {
-            name: (given.dtype, tuple(size(each) for each in given.shape_expr))
-            for name, given in zip(_SHAPES[plugin], descriptions, strict=True)
-        },
-    )
-
-
-# The plugins, as TensorRT sees them -----------------------------------------------------------------------------------
-
-
-def _describe_update(
-    key: trtp.TensorDesc,
-    value: trtp.TensorDesc,
-    slots: trtp.TensorDesc,
-    key_pool: trtp.TensorDesc,
-    value_pool: trtp.TensorDesc,
-    capability: int,
-) -> tuple[trtp.TensorDesc, trtp.TensorDesc]:
-    _check_descriptions(_UPDATE, key, value, slots, key_pool, value_pool)
-    return key_pool.aliased(), value_pool.aliased()
-
-
-def _describe_attention(
-    query: trtp.TensorDesc,
-    key_pool: trtp.TensorDesc,
-    value_pool: trtp.TensorDesc,
-    block_table: trtp.TensorDesc,
-    sequences: trtp.TensorDesc,
-    fork: trtp.TensorDesc,
-    branch: trtp.TensorDesc,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    splits: int,
-    capability: int,
-) -> tuple[trtp.TensorDesc, trtp.TensorDesc]:
-    _check_descriptions(_ATTENTION, query, key_pool, value_pool, block_table, sequences, fork, branch)
-    rows, heads, dim = query.shape_expr
-    lse = trtp.from_shape_expr((splits, rows, heads), trt.DataType.FLOAT)
-    if splits == 1:
-        return query.like(), lse  # the kernel leaves lse alone; the number of outputs is fixed
-    return trtp.from_shape_expr((splits, rows, heads, dim), trt.DataType.FLOAT), lse
-
-
-def _describe_merge(parts: trtp.TensorDesc, lse: trtp.TensorDesc, dtype: str, capability: int) -> trtp.TensorDesc:
-    _check_descriptions(_MERGE, parts, lse)
-    _, rows, heads, dim = parts.shape_expr
-    return trtp.from_shape_expr((rows, heads, dim), trt.DataType.__members__[dtype])
-
-
-def _combinations(plugin: str, outputs: str) -> list[trtp.AutoTuneCombination]:
-    """Types of inputs and outputs, one for each dtype computed in; everything is linear. F is that dtype."""
-    kinds = ["INT32" if name in _INTEGERS else "F" for name in _SHAPES[plugin]] + outputs.split()
-    return [
-        trtp.AutoTuneCombination(", ".join(name if kind == "F" else kind for kind in kinds), "LINEAR")
-        for _, name in _FLOATS.values()
-    ]
-
-
-def _tune_update(
-    key: trtp.TensorDesc,
-    value: trtp.TensorDesc,
-    slots: trtp.TensorDesc,
-    key_pool: trtp.TensorDesc,
-    value_pool: trtp.TensorDesc,
-    outputs: tuple[trtp.TensorDesc, trtp.TensorDesc],
-) -> list[trtp.AutoTuneCombination]:
-    return _combinations(_UPDATE, "F F")
-
-
-def _tune_attention(
-    query: trtp.TensorDesc,
-    key_pool: trtp.TensorDesc,
-    value_pool: trtp.TensorDesc,
-    block_table: trtp.TensorDesc,
-    sequences: trtp.TensorDesc,
-    fork: trtp.TensorDesc,
-    branch: trtp.TensorDesc,
-    splits: int,
-    outputs: tuple[trtp.TensorDesc, trtp.TensorDesc],
-) -> list[trtp.AutoTuneCombination]:
-    return _combinations(_ATTENTION, "F FP32" if splits == 1 else "FP32 FP32")
-
-
-def _tune_merge(
-    parts: trtp.TensorDesc, lse: trtp.TensorDesc, dtype: str, outputs: tuple[trtp.TensorDesc]
-) -> list[trtp.AutoTuneCombination]:
-    return [trtp.AutoTuneCombination(f"FP32, FP32, {_FLOATS[trt.DataType.__members__[dtype]][1]}", "LINEAR")]
-
-
-_Kernel = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]  # name, PTX, grid, arguments after the inputs
-
-
-def _compile_update(
-    key: trtp.TensorDesc,
-    value: trtp.TensorDesc,
-    slots: trtp.TensorDesc,
-    key_pool: trtp.TensorDesc,
-    value_pool: trtp.TensorDesc,
-    capability: int,
-    outputs: tuple[trtp.TensorDesc, trtp.TensorDesc],
-    tactic: int,
-) -> _Kernel:
-    pointer = _pointer(key)
-    types = {"key": pointer, "value": pointer, "slots": "*i32", "_key_pool": pointer, "_value_pool": pointer}
-    types |= {"num_slots": "i32", "key_pool": pointer, "value_pool": pointer}
-    width = key.shape[1] * key.shape[2]
-    constants = {"WIDTH": width, "BLOCK": _power_of_two(width)}
-    compiled = triton_lang.compile_ptx(
-        triton_lang.update_kv_kernel, types, constants, capability=capability, num_warps=4, num_stages=1
-    )
-    num_slots = key_pool.shape_expr[0] * key_pool.shape_expr[1]
-    return _kernel(compiled, (key.shape_expr[0],), num_slots)
-
-
-def _compile_attention(
-    query: trtp.TensorDesc,
-    key_pool: trtp.TensorDesc,
-    value_pool: trtp.TensorDesc,
-    block_table: trtp.TensorDesc,
-    sequences: trtp.TensorDesc,
-    fork: trtp.TensorDesc,
-    branch: trtp.TensorDesc,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    splits: int,
-    capability: int,
-    outputs: tuple[trtp.TensorDesc, trtp.TensorDesc],
-    tactic: int,
-) -> _Kernel:
-    pointer = _pointer(query)
-    types = {"query": pointer, "key_pool": pointer, "value_pool": pointer}
-    types |= dict.fromkeys(MASK, "*i32")
-    types |= {"num_rows": "i32", "table_width": "i32", "output": pointer if splits == 1 else "*fp32", "lse": "*fp32"}
-    constants = _attention_constants(query.shape, key_pool.shape, scale, window, soft_cap, splits)
-    itemsize = 4 if query.dtype == trt.DataType.FLOAT else 2
-    compiled = triton_lang.compile_ptx(
-        triton_lang.fan_out_attention_kernel,
-        types,
-        constants | {"BLOCK_N": _columns(constants["BLOCK_D"], itemsize)},
-        capability=capability,
-        num_warps=4,
-        num_stages=_STAGES,
-    )
-    rows, kv_heads = query.shape_expr[0], key_pool.shape_expr[2]
-    tiles = trtp.cdiv(rows * constants["GROUP"], constants["BLOCK_M"])  # as if all rows were of one sequence
-    grid = (tiles, sequences.shape_expr[0] * kv_heads, splits)
-    return _kernel(compiled, grid, rows, block_table.shape_expr[1])
-
-
-def _compile_merge(
-    parts: trtp.TensorDesc,
-    lse: trtp.TensorDesc,
-    dtype: str,
-    capability: int,
-    outputs: tuple[trtp.TensorDesc],
-    tactic: int,
-) -> _Kernel:
-    types = {"parts": "*fp32", "lse": "*fp32", "num_rows": "i32", "output": _pointer(outputs[0])}
-    compiled = triton_lang.compile_ptx(
-        triton_lang.merge_kernel, types, _merge_constants(parts.shape), capability=capability, num_warps=4, num_stages=1
-    )
-    _, rows, heads, _ = parts.shape_expr
-    return _kernel(compiled, (rows, heads), rows)
-
-
-def _kernel(compiled: triton_lang.Compiled, grid: tuple[Any, ...], *arguments: Any) -> _Kernel:
-    if compiled.shared > _SHARED_LIMIT:
-        raise EngineError(
-            f"the kernel {compiled.name} needs {compiled.shared} bytes of shared memory in a block, but TensorRT starts "
-            f"it with {_SHARED_LIMIT} at most. Use ahead_of_time=False, or a smaller head size."
-        )
-    launch = trtp.KernelLaunchParams(*grid, block_x=compiled.threads, shared_mem=compiled.shared)
-    return compiled.name, compiled.ptx, launch, trtp.SymIntExprs.from_tuple(tuple(map(trtp.SymInt32, arguments)))
-
-
-_STAGES = 2  # tiles of keys and values under way
-
-
-def _attention_constants(
-    query: Any, pool: Any, scale: float, window: int, soft_cap: float, splits: int
-) -> dict[str, Any]:
-    """Constants of the attention kernel, but BLOCK_N, from the shapes of query and pools."""
-    _, heads, dim = query
-    _, block_size, kv_heads, _ = pool
-    return {
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "HEAD_DIM": dim,
-        "BLOCK_SIZE": block_size,
-        "SCALE": scale,
-        "WINDOW": window,
-        "SOFT_CAP": soft_cap,
-        "SPLITS": splits,
-        "BLOCK_M": 64,
-        "BLOCK_D": max(16, _power_of_two(dim)),  # the least a tensor-core product takes
+class _FanOutAttention(_Plugin):
+    id = "saguaro::FanOutAttention"
+    inputs = {"query": ("N", "H", "D"), "key_pool": _POOL, "value_pool": _POOL, **MASK}
+    attributes = {
+        "scale": float,
+        "window": int,
+        "soft_cap": float,
+        "splits": int,
+        "usual_rows": int,
+        "capability": int,
     }
+    outputs = 2
 
+    def check_attributes(self, a: Any) -> None:
+        _variant(a)
 
-def _columns(block_d: int, itemsize: int) -> int:
-    """BLOCK_N: as many columns as keys and values of all stages, and the query, leave room for in shared memory."""
-    room = _SHARED_LIMIT - 64 * block_d * itemsize
-    return max(16, min(64, _power_of_two(room // (2 * _STAGES * block_d * itemsize) + 1) // 2))
+    def describe(self, a: Any) -> tuple[Any, ...]:
+        rows, heads, dim = a.query.shape_expr
+        lse = trtp.from_shape_expr((a.splits, rows, heads), trt.DataType.FLOAT)
+        if a.splits == 1:
+            return a.query.like(), lse  # which stays unwritten: the number of outputs is fixed
+        return trtp.from_shape_expr((a.splits, rows, heads, dim), trt.DataType.FLOAT), lse
 
+    def compile(self, a: Any) -> _Kernel:
+        variant = _variant(a)
+        rows, (num_sequences, width) = a.query.shape_expr[0], a.block_table.shape_expr
+        # As if all rows were of one sequence: programs without a row end at once.
+        tiles = trtp.cdiv(rows * (variant.heads // variant.kv_heads), variant.block_m)
+        grid = (tiles, num_sequences * variant.kv_heads, variant.splits)
+        return _kernel(triton_lang.compile_attention(variant, a.capability), 11, grid, rows, width)
 
-def _merge_constants(parts: Any) -> dict[str, Any]:
-    splits, _, heads, dim = parts
-    return {"HEADS": heads, "HEAD_DIM": dim, "SPLITS": splits, "BLOCK_D": _power_of_two(dim)}
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def _pointer(given: trtp.TensorDesc) -> str:
-    return "*" + _FLOATS[given.dtype][0]
-
-
-# Run from Python: the same kernels on the tensors TensorRT hands over, on its stream.
-
-
-def _run_update(
-    key: trtp.Tensor,
-    value: trtp.Tensor,
-    slots: trtp.Tensor,
-    key_pool: trtp.Tensor,
-    value_pool: trtp.Tensor,
-    outputs: tuple[trtp.Tensor, trtp.Tensor],
-    stream: int,
-) -> None:
-    width = key.shape[1] * key.shape[2]
-    arguments = [_torch(tensor) for tensor in (key, value, slots, key_pool, value_pool)]
-    with _on(stream):
-        triton_lang.update_kv_kernel[(key.shape[0],)](
-            *arguments,
-            key_pool.shape[0] * key_pool.shape[1],
-            *map(_torch, outputs),
-            WIDTH=width,
-            BLOCK=_power_of_two(width),
+    def run(self, a: Any) -> None:
+        variant = replace(_variant(a), most_rows=len(a.query))
+        triton_lang.fan_out_attention_kernel[variant.grid(len(a.sequences))](
+            a.query,
+            a.key_pool,
+            a.value_pool,
+            a.block_table,
+            a.sequences,
+            a.fork,
+            a.branch,
+            len(a.query),
+            a.block_table.shape[1],
+            *a.outputs,
+            **variant.constants(),
+            **variant.options,
         )
 
 
-def _run_attention(
-    query: trtp.Tensor,
-    key_pool: trtp.Tensor,
-    value_pool: trtp.Tensor,
-    block_table: trtp.Tensor,
-    sequences: trtp.Tensor,
-    fork: trtp.Tensor,
-    branch: trtp.Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    splits: int,
-    outputs: tuple[trtp.Tensor, trtp.Tensor],
-    stream: int,
-) -> None:
-    constants = _attention_constants(query.shape, key_pool.shape, scale, window, soft_cap, splits)
-    arguments = [_torch(each) for each in (query, key_pool, value_pool, block_table, sequences, fork, branch)]
-    rows, itemsize = query.shape[0], arguments[0].element_size()
-    tiles = -(-rows * constants["GROUP"] // constants["BLOCK_M"])
-    with _on(stream):
-        triton_lang.fan_out_attention_kernel[(tiles, sequences.shape[0] * constants["KV_HEADS"], splits)](
-            *arguments,
-            rows,
-            block_table.shape[1],
-            *map(_torch, outputs),
-            **constants,
-            BLOCK_N=_columns(constants["BLOCK_D"], itemsize),
-            num_stages=_STAGES,
-        )
+class _MergeParts(_Plugin):
+    id = "saguaro::MergeParts"
+    inputs = {"parts": ("SPLITS", "N", "H", "D"), "lse": ("SPLITS", "N", "H")}
+    attributes = {"dtype": str, "capability": int}
+    outputs = 1
+
+    def describe(self, a: Any) -> tuple[Any, ...]:
+        return (trtp.from_shape_expr(tuple(a.parts.shape_expr)[1:], trt.DataType.__members__[a.dtype]),)
+
+    def compile(self, a: Any) -> _Kernel:
+        _, rows, heads, _ = a.parts.shape_expr
+        compiled = triton_lang.compile_merge(self._variant(a), a.capability)
+        return _kernel(compiled, 4, (rows, heads), rows)
+
+    def run(self, a: Any) -> None:
+        variant = self._variant(a)
+        _, rows, heads, _ = a.parts.shape
+        triton_lang.merge_kernel[(rows, heads)](a.parts, a.lse, rows, *a.outputs, **variant.merge_constants())
+
+    def _variant(self, a: Any) -> Variant:
+        splits, _, heads, dim = a.parts.shape
+        return Variant(TORCH[trt.DataType.__members__[a.dtype]], heads, heads, dim, 1, 1.0, 1, splits)
 
 
-def _run_merge(
-    parts: trtp.Tensor, lse: trtp.Tensor, outputs: tuple[trtp.Tensor], stream: int
-) -> None:
-    _, rows, heads, _ = parts.shape
-    with _on(stream):
-        triton_lang.merge_kernel[(rows, heads)](
-            _torch(parts), _torch(lse), rows, _torch(outputs[0]), **_merge_constants(parts.shape)
+def _variant(a: Any) -> Variant:
+    """The kernel for query and pools, whether they are described or tensors. Raises EngineError where there is none."""
+    _, heads, dim = a.query.shape
+    _, block_size, kv_heads, _ = a.key_pool.shape
+    return Variant(
+        dtype=TORCH.get(a.query.dtype, a.query.dtype),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=block_size,
+        scale=a.scale,
+        most_rows=a.usual_rows,
+        splits=a.splits,
+        window=a.window,
+        soft_cap=a.soft_cap,
+        max_shared=_SHARED_LIMIT,
+    )
+
+
+def _kernel(compiled: triton_lang.Compiled, parameters: int, grid: tuple[Any, ...], *arguments: Any) -> _Kernel:
+    """What TensorRT wants of a kernel with so many parameters: inputs, `arguments` and outputs, in this order."""
+    if compiled.shared_bytes > _SHARED_LIMIT:
+        raise EngineError(
+            f"the kernel {compiled.name} needs {compiled.shared_bytes} bytes of shared memory, but TensorRT starts it "
+            f"with {_SHARED_LIMIT} at most. Use ahead_of_time=False, float16 or bfloat16, or smaller heads."
         )
+    launch = trtp.KernelLaunchParams(*grid, block_x=compiled.threads, shared_mem=compiled.shared_bytes)
+    symbols = trtp.SymIntExprs.from_tuple(tuple(trtp.SymInt32(argument) for argument in arguments))
+    return compiled.name, without_scratch(compiled.ptx, compiled.name, parameters), launch, symbols
+
+
+def without_scratch(ptx: str, name: str, parameters: int) -> str:
+    """The PTX with only the first `parameters` parameters of the kernel `name`.
+
+    Triton adds pointers to scratch memory that its own launcher passes. TensorRT would pass nothing for them, and a
+    launch reads as many arguments as the kernel has parameters. Raises EngineError when the kernel uses them.
+    """
+    start = ptx.index(f".entry {name}(") + len(f".entry {name}(")
+    end = ptx.index(")", start)
+    declared = ptx[start:end].split(",")
+    for extra in range(parameters, len(declared)):
+        if f"[{name}_param_{extra}]" in ptx[end:]:
+            raise EngineError(f"the kernel {name} needs scratch memory, which only Triton's own launcher passes.")
+    if len(declared) < parameters:
+        raise EngineError(f"the kernel {name} has {len(declared)} parameters, but TensorRT passes {parameters}.")
+    return ptx[:start] + ",".join(declared[:parameters]) + "\n" + ptx[end:]
+
+
+def _size(expression: Any) -> int:
+    return int(expression.constant_value()) if not expression.is_fake and expression.is_constant else -1
 
 
 class _Memory:
-    """A tensor's bytes for torch: the interface knows no bfloat16."""
+    """A tensor's bytes for torch: the interface of TensorRT's own tensors knows no bfloat16."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
 
 
-_TORCH = {
-    trt.DataType.FLOAT: torch.float32,
-    trt.DataType.HALF: torch.float16,
-    trt.DataType.BF16: torch.bfloat16,
-    trt.DataType.INT32: torch.int32,
-}
-
-
-def _torch(tensor: trtp.Tensor) -> torch.Tensor:
-    """The tensor's memory as a torch tensor, not copied."""
-    dtype, shape = _TORCH[tensor.dtype], tuple(tensor.shape)
+def _torch(tensor: Any) -> torch.Tensor:
+    """A `trtp.Tensor` as a torch tensor on the same memory."""
+    dtype, shape = TORCH[tensor.dtype], tuple(tensor.shape)
     memory = _Memory(tensor.data_ptr, math.prod(shape) * dtype.itemsize)
     return torch.as_tensor(memory, device="cuda").view(dtype).view(shape)
 
@@ -498,13 +390,6 @@ def _on(stream: int) -> Any:
     return torch.cuda.stream(torch.cuda.ExternalStream(stream))
 
 
-# Lazily: TensorRT's registry hears of a plugin when the first network uses it, and importing this file needs no device.
-for _id, _functions in {
-    _UPDATE: (_describe_update, _tune_update, _run_update, _compile_update),
-    _ATTENTION: (_describe_attention, _tune_attention, _run_attention, _compile_attention),
-    _MERGE: (_describe_merge, _tune_merge, _run_merge, _compile_merge),
-}.items():
-    trtp.register(_id, lazy_register=True)(_functions[0])
-    trtp.autotune(_id)(_functions[1])
-    trtp.impl(_id)(_functions[2])
-    trtp.aot_impl(_id)(_functions[3])
+_UPDATE, _ATTENTION, _MERGE = _UpdateKv(), _FanOutAttention(), _MergeParts()
+for _plugin in (_UPDATE, _ATTENTION, _MERGE):
+    _plugin.register()

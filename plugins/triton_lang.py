@@ -3,7 +3,7 @@
 The mask is the predicate of `plugins/fan_out.py`, evaluated where the scores are: no mask is read, none is stored. The
 rows of one sequence times the query heads of one KV head form the tile of a tensor-core product, so that the branches
 of a sequence share every key and value they load. A causal row (trunk, prefill, decoding) is a row of a fan-out without
-own columns, so the trunk needs no second kernel. Columns are split over programs; `merge_kernel` puts the parts together.
+own columns, so the trunk needs no second kernel. Columns are split over programs; `merge_kernel` joins the parts.
 
 Nothing here is allocated, read back or decided on the device's data at launch: depth, prefix and rows are read by the
 kernel, and a CUDA graph of one step replays at every depth. Only this file imports `triton`.
@@ -11,21 +11,25 @@ kernel, and a CUDA graph of one step replays at every depth. Only this file impo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from saguaro.errors import EngineError
+from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.rows import RowTensors, check_rows
+from saguaro.plugins.variant import Variant
 
-# Columns of `sequences`.
-PREFIX, TRUNK, BRANCHES, STEPS, FIRST_ROW, ROWS = range(6)
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_width"])  # type: ignore[untyped-decorator]
 def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     query,  # [N, H, D]
     key_pool,  # [num_blocks, BLOCK_SIZE, KV_HEADS, D], dtype of query; values likewise
@@ -118,7 +122,7 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
             (own >= 0)[None, :], (own % branches)[None, :] == row_branch[:, None], column[None, :] < context[:, None]
         )
         if WINDOW > 0:
-            # Positions, relative to the row's context: a shared column lies at column - context, an own one at its depth.
+            # Positions, relative to the row's context: a shared column is at column - context, an own one at its depth.
             near = tl.where(
                 (own >= 0)[None, :],
                 (own // branches + WINDOW >= steps)[None, :],
@@ -129,9 +133,11 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
 
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if SOFT_CAP > 0.0:
-            # tanh(x) = 1 - 2 / (1 + e^2x), which at both ends goes to where it should.
-            scores = SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + tl.exp(scores * (2.0 * SCALE / SOFT_CAP)))
-            scores = scores * 1.4426950408889634
+            # tanh |x| = (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot overflow.
+            ratio = scores * (SCALE / SOFT_CAP)
+            e = tl.exp(-2.0 * tl.abs(ratio))
+            capped = SOFT_CAP * 1.4426950408889634 * (1.0 - e) / (1.0 + e)
+            scores = tl.where(ratio < 0.0, -capped, capped)
         else:
             scores = scores * (SCALE * 1.4426950408889634)  # log2(e): exponentials are taken to base 2
         scores = tl.where(visible, scores, float("-inf"))
@@ -144,16 +150,17 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         best = better
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing in this split: its part is 0, its sum 2^-inf
+    acc = acc / total[:, None]
     if SPLITS == 1:
         tl.store(output + place[:, None] * HEAD_DIM + d[None, :], acc.to(output.dtype.element_ty), mask=in_tile)
     else:
         place += split.to(tl.int64) * num_rows * (KV_HEADS * GROUP)
         tl.store(output + place[:, None] * HEAD_DIM + d[None, :], acc, mask=in_tile)
-        tl.store(lse + place, tl.where(total == 0.0, float("-inf"), best + tl.log2(total)), mask=is_row)
+        tl.store(lse + place, best + tl.log2(total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def merge_kernel(  # type: ignore[no-untyped-def]
     parts,  # [SPLITS, N, H, D] float32
     lse,  # [SPLITS, N, H] float32, base 2
@@ -177,12 +184,12 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + place * HEAD_DIM + d, merged.to(output.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])  # type: ignore[untyped-decorator]
 def update_kv_kernel(  # type: ignore[no-untyped-def]
     key,  # [N, KV_HEADS, D], value likewise: WIDTH elements a row
     value,
     slots,  # [N] int32: where each row goes, block * block_size + offset; outside of the pool: nowhere
-    _key_pool,  # the pools as inputs: the memory of the outputs, by TensorRT's order of arguments
+    _key_pool,  # the pools again, as inputs of an operation that changes them in place
     _value_pool,
     num_slots,  # of a pool, int32
     key_pool,  # [num_slots, KV_HEADS, D]
@@ -190,7 +197,7 @@ def update_kv_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two, >= WIDTH
 ):
-    """Write the rows' keys and values into the pools. Grid: (N). Writing twice is writing once."""
+    """Write the rows' keys and values into the pools. Grid: (N). Doing it twice is doing it once."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
@@ -202,39 +209,141 @@ def update_kv_kernel(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """The parts of a split attention. Needs no initial value; may be shared by all layers of a model."""
+
+    parts: Tensor  # [splits, N, H, D] float32
+    lse: Tensor  # [splits, N, H] float32
+
+    @staticmethod
+    def of(variant: Variant, num_rows: int, device: torch.device | str) -> Workspace | None:
+        """What `launch` needs for N rows: nothing without splits."""
+        if variant.splits == 1:
+            return None
+        shape = (variant.splits, num_rows, variant.heads)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        return Workspace(torch.empty(*shape, variant.head_dim, **options), torch.empty(shape, **options))
+
+
+def launch(
+    variant: Variant,
+    rows: RowTensors,
+    query: Tensor,  # [N, H, D]
+    key_pool: Tensor,  # [num_blocks, block_size, KV heads, D]
+    value_pool: Tensor,
+    output: Tensor,  # [N, H, D], written
+    workspace: Workspace | None,
+) -> None:
+    """Attention of the rows into `output`, on the current stream: one kernel, two with splits.
+
+    Nothing is checked (`check_rows`, `check_tensors`), allocated or waited for. All tensors are contiguous.
+    """
+    num_rows = len(query)
+    fan_out_attention_kernel[variant.grid(len(rows.sequences))](
+        query,
+        key_pool,
+        value_pool,
+        rows.block_table,
+        rows.sequences,
+        rows.fork,
+        rows.branch,
+        num_rows,
+        rows.block_table.shape[1],
+        workspace.parts if workspace else output,
+        workspace.lse if workspace else None,
+        **variant.constants(),
+        **variant.options,
+    )
+    if workspace:
+        merge_kernel[(num_rows, variant.heads)](
+            workspace.parts, workspace.lse, num_rows, output, **variant.merge_constants()
+        )
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What every layer of one forward on a GPU needs to know of rows, blocks and mask."""
+
+    rows: RowTensors
+    processors: int  # of the device
+
+    def attend(self, query: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float) -> Tensor:
+        """Attention output [N, H, D] of the rows `query` [N, H, D], like `fan_out_attention`."""
+        _, heads, dim = query.shape
+        _, block_size, kv_heads, _ = key_pool.shape
+        variant = Variant(query.dtype, heads, kv_heads, dim, block_size, scale, self.rows.most_rows)
+        variant = variant.split_for(len(self.rows.sequences), self.rows.most_columns, self.processors)
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        launch(variant, self.rows, query, key_pool, value_pool, output, Workspace.of(variant, len(query), query.device))
+        return output
+
+
+def plan_kernel(
+    rows: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    num_blocks: int,
+    mask: Tensor | FanOutMask,
+    device: torch.device,
+) -> KernelPlan:
+    """The kernel's `plan_attention`: same arguments, same errors."""
+    check_rows(rows, block_tables, block_size, num_blocks, mask)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return KernelPlan(RowTensors.of(rows, block_tables, mask, device), processors)
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """A kernel as PTX for launchers other than Triton's own. Its parameters are the kernel's, but the constants."""
+    """A kernel built ahead of time, without a GPU.
+
+    Its arguments are the tensors and int32s of the kernel, without the constants, in order; Triton appends two pointers
+    (scratch memory, of which these kernels use none) that may be null.
+    """
 
     name: str
     ptx: str
-    threads: int  # in a block
-    shared: int  # bytes of shared memory, dynamic
+    cubin: bytes
+    threads: int  # of a program
+    shared_bytes: int  # dynamic shared memory of a program
 
 
-def compile_ptx(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], *, capability: int, num_warps: int, num_stages: int
+def compile_attention(variant: Variant, capability: int) -> Compiled:
+    """Build `fan_out_attention_kernel` for a device of compute capability 80, 90, 100, ..."""
+    pool = "*" + _TYPES[variant.dtype]
+    types = dict.fromkeys(("query", "key_pool", "value_pool"), pool)
+    types |= dict.fromkeys(("block_table", "sequences", "fork", "branch"), "*i32")
+    types |= {"num_rows": "i32", "table_width": "i32", "output": pool if variant.splits == 1 else "*fp32"}
+    types |= {"lse": "*fp32"}  # without splits too: the arguments are always the same
+    return _compile(fan_out_attention_kernel, types, variant.constants(), variant.options, capability)
+
+
+def compile_merge(variant: Variant, capability: int) -> Compiled:
+    """Build `merge_kernel` likewise."""
+    types = {"parts": "*fp32", "lse": "*fp32", "num_rows": "i32", "output": "*" + _TYPES[variant.dtype]}
+    return _compile(merge_kernel, types, variant.merge_constants(), {"num_warps": 4}, capability)
+
+
+def compile_update(dtype: torch.dtype, width: int, capability: int) -> Compiled:
+    """Build `update_kv_kernel` likewise, for rows of `width` elements."""
+    pool = "*" + _TYPES[dtype]
+    types = {"key": pool, "value": pool, "slots": "*i32", "_key_pool": pool, "_value_pool": pool, "num_slots": "i32"}
+    types |= {"key_pool": pool, "value_pool": pool}
+    return _compile(update_kv_kernel, types, update_constants(width), {"num_warps": 4}, capability)
+
+
+def update_constants(width: int) -> dict[str, int]:
+    """Constants of `update_kv_kernel`."""
+    return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+
+
+def _compile(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int], capability: int
 ) -> Compiled:
-    """Compile for a compute capability (90 is 9.0); needs no GPU. `types` are Triton's, such as "*bf16" and "i32".
-
-    Triton adds two parameters of its own, scratch memory of its launcher, which TensorRT would not pass: they are
-    removed. Raises EngineError when the kernel uses them.
-    """
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    # Buffers are aligned to 16 bytes at least: loads can be as wide as the hardware's.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name][0] == "*"}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    name = made.metadata.name
-    return Compiled(name, _without_scratch(made.asm["ptx"], name, len(types)), num_warps * 32, made.metadata.shared)
-
-
-def _without_scratch(ptx: str, name: str, parameters: int) -> str:
-    """The PTX with the kernel's first `parameters` parameters only."""
-    start = ptx.index(f".entry {name}(") + len(f".entry {name}(")
-    end = ptx.index(")", start)
-    declared = ptx[start:end].split(",")
-    for extra in range(parameters, len(declared)):
-        if f"{name}_param_{extra}]" in ptx[end:]:
-            raise EngineError(f"the kernel {name} needs scratch memory, which only Triton's own launcher passes.")
-    return ptx[:start] + ",".join(declared[:parameters]) + "\n" + ptx[end:]
+    # Tensors start at multiples of 16 bytes: what the launcher finds out of each pointer is stated here.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if types[name].startswith("*")}
+    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(
+        built.metadata.name, built.asm["ptx"], built.asm["cubin"], built.metadata.num_warps * 32, built.metadata.shared
+    )

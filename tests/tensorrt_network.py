@@ -467,6 +467,7 @@ def attention(
     window: int,
     soft_cap: float,
     splits: int,
+    usual_rows: int,
     capability: int,
 ) -> list[torch.Tensor]:
     """By the meaning of the kernel's arguments, one row at a time; part i of the columns is every splits-th."""

@@ -33,7 +33,7 @@ class Case:
     mask: Tensor | FanOutMask
 
     def fast(self) -> Tensor:
-        plan = plan_attention(self.rows, self.tables, self.keys.shape[1], self.mask)
+        plan = plan_attention(self.rows, self.tables, *self.keys.shape[1::-1], self.mask)
         return fan_out_attention(self.query, self.keys, self.values, plan, SCALE)
 
     def reference(self) -> Tensor:
@@ -134,14 +134,14 @@ def test_chunks_bound_the_scores_and_change_nothing(budget: tuple[int, int], mon
     monkeypatch.setattr(attention, "MAX_ROWS", rows)
     for case in (causal_case([(3, 9), (0, 12)]), fan_out_case([(3, 0, 4), (5, 2)], [6, 1], 2)):
         torch.testing.assert_close(case.fast(), case.reference(), rtol=0, atol=1e-12)
-        for chunk in plan_attention(case.rows, case.tables, 4, case.mask).chunks:
+        for chunk in plan_attention(case.rows, case.tables, 4, len(case.keys), case.mask).chunks:
             size = chunk.rows.stop - chunk.rows.start
             assert size == 1 or (size <= rows and size * chunk.columns <= scores)
 
 
 def test_consecutive_blocks_are_read_in_place() -> None:
     case = causal_case([(5, 2), (30, 3)], scattered=False)
-    plan = plan_attention(case.rows, case.tables, 4, case.mask)
+    plan = plan_attention(case.rows, case.tables, 4, len(case.keys), case.mask)
     assert [chunk.blocks for chunk in plan.chunks] == [slice(0, 2), slice(2, 11)]
 
 
@@ -171,7 +171,7 @@ def test_bfloat16_is_rounded_only_at_the_end() -> None:
 
 def test_a_block_table_that_is_too_short_is_refused() -> None:
     with pytest.raises(EngineError, match="sequence 1 of the batch reads 9 KV columns, but its block table has 2"):
-        plan_attention([1, 2], [[0], [1, 2]], 4, torch.tensor([2, 7, 8]))
+        plan_attention([1, 2], [[0], [1, 2]], 4, 3, torch.tensor([2, 7, 8]))
     mask = mask_of([(1, 1)], [4], depth=1)
     with pytest.raises(EngineError, match="reads 10 KV columns"):
-        plan_attention([2], [[0, 1]], 4, mask)
+        plan_attention([2], [[0, 1]], 4, 2, mask)

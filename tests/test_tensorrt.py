@@ -34,7 +34,14 @@ class Draft:
     def __init__(self, model: Any, splits: int = 1) -> None:
         self.network = Network(0)
         self.written = engine.DraftNetwork(
-            self.network, model, vocab_size=VOCAB, max_model_len=MAX_LEN, block_size=BLOCK, capability=90, splits=splits
+            self.network,
+            model,
+            vocab_size=VOCAB,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK,
+            capability=90,
+            usual_rows=16,
+            splits=splits,
         )
         pools = [name for name in self.network.inputs if "_pool." in name]
         self.pools = {
