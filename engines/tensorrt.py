@@ -96,11 +96,11 @@ class DraftNetwork:
         capability: int,
         usual_rows: int,
         splits: int = 1,
+        ahead_of_time: bool = True,
     ) -> None:
         self._network = network
-        self._capability = capability
-        self._usual_rows = usual_rows
-        self._splits = splits
+        self._plugins: dict[str, Any] = {"capability": capability, "ahead_of_time": ahead_of_time}
+        self._tuning = {"usual_rows": usual_rows, "splits": splits}
         self._model = model
         self._config = model.config
         self._max_model_len = max_model_len
@@ -186,19 +186,11 @@ class DraftNetwork:
 
         shape = ("B", self._block_size, kv_heads, dim)
         pools = [self._input(f"{kind}_pool.{index}", self._dtype, shape) for kind in ("key", "value")]
-        updated = plugin.update_kv(self._network, key, value, slots, *pools, capability=self._capability)
+        updated = plugin.update_kv(self._network, key, value, slots, *pools, **self._plugins)
         for kind, pool in zip(("key", "value"), updated):
             self._output(pool, f"{kind}_pool.{index}.updated")
-        output = plugin.fan_out_attention(
-            self._network,
-            query,
-            *updated,
-            *mask,
-            scale=float(attention.scaling),
-            capability=self._capability,
-            usual_rows=self._usual_rows,
-            splits=self._splits,
-        )
+        options = self._plugins | self._tuning | {"scale": float(attention.scaling)}
+        output = plugin.fan_out_attention(self._network, query, *updated, *mask, **options)
         return self._linear(self._reshape(output, (0, heads * dim)), attention.o_proj)
 
     def _feed_forward(self, mlp: Any, hidden: Any) -> Any:

@@ -57,13 +57,22 @@ _Kernel = tuple[str, str, Any, Any]
 
 
 def update_kv(
-    network: Any, key: Any, value: Any, slots: Any, key_pool: Any, value_pool: Any, *, capability: int
+    network: Any,
+    key: Any,
+    value: Any,
+    slots: Any,
+    key_pool: Any,
+    value_pool: Any,
+    *,
+    capability: int,
+    ahead_of_time: bool = True,
 ) -> tuple[Any, Any]:
     """Add the writing of keys and values [N, KV heads, D] at `slots` [N] to the network; the updated pools.
 
     The outputs are the memory of the inputs: whatever reads the new KV must read them, not `key_pool` and `value_pool`.
     """
-    layer = _UPDATE.add(network, (key, value, slots, key_pool, value_pool), {"capability": capability}, True)
+    tensors = (key, value, slots, key_pool, value_pool)
+    layer = _UPDATE.add(network, tensors, {"capability": capability}, ahead_of_time)
     return layer.get_output(0), layer.get_output(1)
 
 

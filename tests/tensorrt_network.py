@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+
 from tensorrt_stub import load_tensorrt
 
 trt = load_tensorrt()
@@ -252,11 +253,27 @@ class Network:
                 assert all(w in (-1, g) for w, g in zip(shape, given.shape, strict=True))
                 known[tensor] = given
             elif layer.kind == "add_plugin":
+                self._check_aliases(layer)
                 arguments = [known[t] for t in layer.arguments["inputs"]]
                 known |= dict(zip(layer.outputs, run_plugin(layer.arguments["plugin"], arguments), strict=True))
             else:
                 known[layer.outputs[0]] = compute(layer, known.__getitem__)
         return {tensor.name: known[tensor] for tensor in self.outputs}
+
+    def _check_aliases(self, layer: Layer) -> None:
+        """What a plugin changes in place nobody else may read: TensorRT would be free to run that one first or last."""
+        plugin = layer.arguments["plugin"]
+        self.infer(layer.outputs[0])
+        for source in map(plugin.get_aliased_input, range(plugin.num_outputs)):
+            if source != -1:
+                changed = layer.arguments["inputs"][source]
+                readers = [
+                    other
+                    for other in self.layers
+                    for value in other.arguments.values()
+                    if value is changed or (isinstance(value, list) and any(each is changed for each in value))
+                ]
+                assert readers == [layer], f"{changed.name} is changed in place, but others read it"
 
 
 def _empty(dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
@@ -427,16 +444,39 @@ def supported(plugin: Any, inputs: Sequence[Described], outputs: Sequence[Descri
 
 
 def run_plugin(plugin: Any, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the plugin's kernel does, in torch, and that it is what the plugin describes."""
+    """What the plugin's kernel does, and that it is what the plugin describes.
+
+    A plugin that is to run from Python runs as it is. The kernel of one compiled ahead of time is replaced by torch.
+    """
     inputs = [(TYPES[a.dtype], tuple(a.shape)) for a in arguments]
     outputs = describe(plugin, inputs)
     assert tuple(dtype for dtype, _ in [*inputs, *outputs]) in supported(plugin, inputs, outputs)
-    results = RUN[plugin.plugin_name](*arguments, **plugin.attrs)
+    if hasattr(plugin, "enqueue"):
+        results = _enqueue(plugin, arguments, outputs)
+    else:
+        results = RUN[plugin.plugin_name](*arguments, **plugin.attrs)
     for i, (result, (dtype, shape)) in enumerate(zip(results, outputs, strict=True)):
         assert (TYPES[result.dtype], tuple(result.shape)) == (dtype, shape), plugin.plugin_name
         source = plugin.get_aliased_input(i)
         assert source == -1 or result is arguments[source]
         assert source != -1 or all(result is not argument for argument in arguments)
+    return results
+
+
+def _enqueue(plugin: Any, arguments: list[torch.Tensor], outputs: Sequence[Described]) -> list[torch.Tensor]:
+    results = []
+    for i, (dtype, shape) in enumerate(outputs):
+        source = plugin.get_aliased_input(i)
+        poison = torch.full(shape, torch.nan, dtype=TORCH[dtype])
+        results.append(poison if source == -1 else arguments[source])
+    arguments = [argument.contiguous() for argument in arguments]
+    given, made = (
+        [each.desc for each in descriptions([(TYPES[t.dtype], tuple(t.shape)) for t in tensors])]
+        for tensors in (arguments, results)
+    )
+    pointers = ([t.data_ptr() for t in tensors] for tensors in (arguments, results))
+    strides = ([tuple(t.stride()) for t in tensors] for tensors in (arguments, results))
+    plugin.enqueue(given, made, *pointers, *strides, 0)
     return results
 
 
