@@ -109,5 +109,6 @@ class FanOutMask:
     def packed(self, columns: int, window: int = 0) -> Tensor:
         """[N, ceil(columns / 32)] int32: the mask in bits. Column c is bit c % 32 of word c // 32, lowest bit first."""
         dense = self.dense(columns, window)
-        words = torch.nn.functional.pad(dense, (0, -columns % 32)).view(len(dense), -1, 32).long()
+        padded = torch.nn.functional.pad(dense, (0, -columns % 32))
+        words = padded.view(len(dense), -(-columns // 32), 32).long()
         return (words << torch.arange(32)).sum(-1).to(torch.int32)

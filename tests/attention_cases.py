@@ -54,7 +54,7 @@ class Case:
         assert output.dtype == self.query.dtype
         assert output.isfinite().all()
         error, plain = (float((o.double() - truth).abs().max()) for o in (output, self.plain()))
-        return error - (2 * plain + 2e-6 * float(truth.abs().max()))
+        return error - (2 * plain + 1e-5 * float(truth.abs().max()))
 
 
 def fan_out_case(counts: list[tuple[int, ...]], prefixes: list[int], depth: int, **options: object) -> Case:

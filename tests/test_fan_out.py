@@ -80,6 +80,32 @@ def test_golden_case_of_figure_8() -> None:
         assert int(visible[row].sum()) == prefix + (fork + 1) + 3
 
 
+@settings(deadline=None)
+@given(CASES, st.integers(0, 4))
+def test_the_mask_can_be_written_out_and_packed(cases: list[tuple[tuple[int, ...], int]], depth: int) -> None:
+    mask = mask_of([counts for counts, _ in cases], [prefix for _, prefix in cases], depth)
+    dense = mask.dense(70)
+    assert dense.shape == (len(mask.fork), 70)
+    assert all(torch.equal(dense[row], mask.visible(torch.tensor(row), torch.arange(70))) for row in range(len(dense)))
+    packed = mask.packed(70)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (len(dense), 3)
+    for row in range(len(dense)):
+        bits = sum((word % 2**32) << 32 * place for place, word in enumerate(packed[row].tolist()))
+        assert bits == sum(1 << column for column in dense[row].nonzero().flatten().tolist())
+
+
+def test_a_window_hides_what_lies_behind_it() -> None:
+    """A row at position p sees positions above p - window: its newest own tokens, then trunk, then prefix."""
+    mask = mask_of([(1, 0, 1)], [5], depth=1)
+    assert [mask.dense(12, window)[1].nonzero().flatten().tolist() for window in (1, 2, 4)] == [
+        [11],
+        [9, 11],
+        [6, 7, 9, 11],
+    ]
+    assert torch.equal(mask.dense(12, 99), mask.dense(12))
+
+
 def test_a_path_is_the_own_columns_of_every_depth() -> None:
     mask = mask_of([(2, 0, 1), (0, 3)], [5, 2], depth=3)
     assert torch.equal(mask.path, torch.stack([mask.own_columns(depth) for depth in range(4)], dim=1))

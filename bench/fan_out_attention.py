@@ -1,0 +1,198 @@
+"""One layer of fan-out attention on the CPU beside what it replaces: `python -m saguaro.bench.fan_out_attention`.
+
+Times are processor time, so that waiting for a busy machine does not count, and include what has to be made before the
+first layer can run: the plan, or the mask. In every repetition each method runs once; medians and ratios of medians are
+reported. Memory is the most that a method holds at once beside its inputs, as the allocator saw it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from saguaro.engines.base import fan_out_batch
+from saguaro.plugins.attention import fan_out_attention, plan_attention
+from saguaro.plugins.fan_out import FanOut, FanOutMask
+
+# The draft of the embedded default (Qwen2.5-Coder 0.5B), which computes in float32 on the CPU.
+HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
+SCALE = HEAD_DIM**-0.5
+BLOCK_SIZE = 16
+LOOKAHEAD, DEPTH = 7, 3
+COMMAND = "OMP_NUM_THREADS=1 python -m saguaro.bench.fan_out_attention --out docs/results"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One branch-decoding step of a batch of equal sequences."""
+
+    mask: FanOutMask
+    rows: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    query: Tensor  # [N, H, D]
+    keys: Tensor  # [blocks, BLOCK_SIZE, KV heads, D]
+    values: Tensor
+
+    @staticmethod
+    def of(batch: int, branches: int, prefix: int, scattered: bool = False) -> Step:
+        counts = [branches // (LOOKAHEAD + 1)] * (LOOKAHEAD + 1)
+        for k in range(branches % (LOOKAHEAD + 1)):
+            counts[k] += 1
+        fan_out = FanOut(tuple(counts))
+        width = -(-(prefix + LOOKAHEAD + 1 + branches * (DEPTH + 1)) // BLOCK_SIZE)
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(batch * width, generator=generator) if scattered else torch.arange(batch * width)
+        tables = [table.tolist() for table in order.view(batch, width)]
+        tokens = torch.zeros(batch * branches, dtype=torch.int64)
+        made = fan_out_batch(tokens, [fan_out] * batch, [prefix] * batch, tables, DEPTH, BLOCK_SIZE)
+        if made.fan_out is None:
+            raise ValueError("a branch-decoding step has a fan-out")
+        shape = (batch * width, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+        query = torch.randn(batch * branches, HEADS, HEAD_DIM, generator=generator)
+        return Step(made.fan_out, made.rows, made.block_tables, query, keys, values)
+
+    def fan_out(self) -> Tensor:
+        """The plugin's CPU path."""
+        plan = plan_attention(self.rows, self.tables, BLOCK_SIZE, len(self.keys), self.mask)
+        return fan_out_attention(self.query, self.keys, self.values, plan, SCALE)
+
+    def dense(self) -> Tensor:
+        """PyTorch's fused attention under a stored mask. Blocks lie in order: it reads the pool in place."""
+        batch = len(self.rows)
+        columns = len(self.tables[0]) * BLOCK_SIZE
+        mask = self.mask.dense(columns).view(batch, 1, -1, columns)
+        query = self.query.view(batch, -1, HEADS, HEAD_DIM).transpose(1, 2)
+        keys, values = (p.view(batch, columns, KV_HEADS, HEAD_DIM).transpose(1, 2) for p in (self.keys, self.values))
+        output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=SCALE, enable_gqa=True)
+        return output.transpose(1, 2).reshape(self.query.shape)
+
+    def one_sequence_per_branch(self) -> Tensor:
+        """Branches as sequences of their own, sharing the blocks of the prefix: what an engine without a fan-out does.
+
+        Costs as much as in such an engine, but reads other columns: only its time is looked at.
+        """
+        tables = [table for table, count in zip(self.tables, self.rows, strict=True) for _ in range(count)]
+        rows = [1] * len(self.query)
+        plan = plan_attention(rows, tables, BLOCK_SIZE, len(self.keys), self.mask.positions)
+        return fan_out_attention(self.query, self.keys, self.values, plan, SCALE)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in milliseconds, memory in KiB."""
+
+    batch: int
+    branches: int
+    prefix: int
+    times: dict[str, float]
+    memory: dict[str, float]
+
+    def slower(self, method: str) -> float:
+        """Time of another method over that of the fan-out."""
+        return self.times[method] / self.times["fan_out"]
+
+
+def measure(batch: int, branches: int, prefix: int, repetitions: int) -> Result:
+    """Raises ArithmeticError when the methods disagree: a figure of a wrong method means nothing."""
+    step, scattered = (Step.of(batch, branches, prefix, scattered) for scattered in (False, True))
+    difference = float((step.fan_out() - step.dense()).abs().max())
+    if difference > 1e-4:
+        raise ArithmeticError(f"fan-out and dense-mask attention differ by {difference}")
+    methods: dict[str, Callable[[], Tensor]] = {
+        "fan_out": step.fan_out,
+        "scattered": scattered.fan_out,
+        "dense": step.dense,
+        "one_sequence_per_branch": step.one_sequence_per_branch,
+        "one_branch": Step.of(batch, 1, prefix).fan_out,
+    }
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(repetitions):
+        for name, method in methods.items():
+            start = time.process_time()
+            method()
+            times[name].append(1000 * (time.process_time() - start))
+    return Result(
+        batch,
+        branches,
+        prefix,
+        {name: statistics.median(values) for name, values in times.items()},
+        {name: peak_memory(method) / 1024 for name, method in methods.items()},
+    )
+
+
+def peak_memory(method: Callable[[], Tensor]) -> int:
+    """Most bytes held at once, from the allocator's own events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        method()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def table(results: list[Result], where: str) -> str:
+    """The results as a page."""
+    lines = [
+        "# Fan-out attention on the CPU",
+        "",
+        f"`{COMMAND}`, {where}.",
+        "",
+        f"One layer, float32, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, K = {LOOKAHEAD}, depth {DEPTH}, blocks "
+        f"of {BLOCK_SIZE}. Milliseconds of processor time (medians) and KiB held beside the inputs.",
+        "*fan-out*: the plugin's CPU path, plan included, blocks in order; *scattered*: the same with blocks in random",
+        "order. *dense*: PyTorch's fused attention with a stored mask, mask included, blocks in order. *per branch*:",
+        "every branch a sequence of its own. *ΣF = 1*: the fan-out with one branch.",
+        "",
+        "| B | ΣF | prefix | fan-out | scattered | dense | per branch | ΣF = 1 | dense / fan-out "
+        "| per branch / fan-out | fan-out / ΣF=1 | KiB fan-out | KiB dense |",
+        "|" + "--:|" * 13,
+    ]
+    for r in results:
+        t, m = r.times, r.memory
+        cells = [r.batch, r.branches, r.prefix, *(f"{t[name]:.2f}" for name in t)]
+        cells += [f"{r.slower('dense'):.2f}", f"{r.slower('one_sequence_per_branch'):.2f}"]
+        cells += [f"{1 / r.slower('one_branch'):.2f}", f"{m['fan_out']:.0f}", f"{m['dense']:.0f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Fan-out attention on the CPU beside dense-mask attention.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for fan_out_attention_cpu.json and .md")
+    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--branches", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--prefix", type=int, nargs="+", default=[128, 1024, 4096])
+    options = parser.parse_args(arguments)
+    with torch.inference_mode():
+        results = [
+            measure(batch, branches, prefix, options.repetitions)
+            for batch, branches, prefix in product(options.batch, options.branches, options.prefix)
+        ]
+    where = f"PyTorch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = table(results, where)
+    (options.out / "fan_out_attention_cpu.md").write_text(page)
+    record = {"command": COMMAND, "where": where, "results": [asdict(result) for result in results]}
+    (options.out / "fan_out_attention_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    sys.stdout.write(page)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
