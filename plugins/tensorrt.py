@@ -11,6 +11,9 @@ forward have just written, and inside one launch no block of threads can wait fo
 is that of the data: the updated pool is an output of the first and an input of the second. So only a plugin that may be
 repeated at will changes memory in place, and the attention changes nothing but its output.
 
+While it builds an engine, TensorRT times plugins on made-up inputs: block tables, rows and slots may hold anything. So
+the kernels stay inside their tensors whatever these hold.
+
 In an engine the kernels are PTX for the device's `capability`, and running it needs no Python. The same plugins run
 from Python too (`ahead_of_time=False`), launched by Triton: for debugging, and where shared memory is not enough.
 
@@ -285,7 +288,8 @@ class _FanOutAttention(_Plugin):
         # As if all rows were of one sequence: programs without a row end at once.
         tiles = trtp.cdiv(rows * (variant.heads // variant.kv_heads), variant.block_m)
         grid = (tiles, num_sequences * variant.kv_heads, variant.splits)
-        return _kernel(triton_lang.compile_attention(variant, a.capability), 11, grid, rows, width)
+        compiled = triton_lang.compile_attention(variant, a.capability, keep_lse=True)
+        return _kernel(compiled, 12, grid, rows, width, a.key_pool.shape_expr[0])
 
     def run(self, a: Any) -> None:
         variant = replace(_variant(a), most_rows=len(a.query))
@@ -299,6 +303,7 @@ class _FanOutAttention(_Plugin):
             a.branch,
             len(a.query),
             a.block_table.shape[1],
+            len(a.key_pool),
             *a.outputs,
             **variant.constants(),
             **variant.options,
@@ -345,6 +350,7 @@ def _variant(a: Any) -> Variant:
         window=a.window,
         soft_cap=a.soft_cap,
         max_shared=_SHARED_LIMIT,
+        guarded=True,
     )
 
 

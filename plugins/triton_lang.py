@@ -29,7 +29,7 @@ from saguaro.plugins.variant import Variant
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_width"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "table_width", "num_blocks"])  # type: ignore[untyped-decorator]
 def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     query,  # [N, H, D]
     key_pool,  # [num_blocks, BLOCK_SIZE, KV_HEADS, D], dtype of query; values likewise
@@ -40,6 +40,7 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     branch,  # [N] int32: ... and of the own columns those of this branch
     num_rows,  # N, int32
     table_width,  # int32
+    num_blocks,  # of a pool, int32
     output,  # SPLITS == 1: [N, H, D], dtype of query; else the parts, [SPLITS, N, H, D] float32
     lse,  # [SPLITS, N, H] float32, base 2: log2 of the sum of 2^score, -inf for none. Unused if SPLITS == 1
     KV_HEADS: tl.constexpr,
@@ -50,6 +51,7 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,  # 0: none. A row at position p sees positions above p - WINDOW
     SOFT_CAP: tl.constexpr,  # 0.0: none. Scores become cap * tanh(score / cap)
     SPLITS: tl.constexpr,
+    GUARDED: tl.constexpr,  # whatever the int32s hold, no memory but the tensors' is touched and every loop ends
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two, >= HEAD_DIM
@@ -74,6 +76,14 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     steps = tl.load(sequences + sequence * 6 + 3)
     first_row = tl.load(sequences + sequence * 6 + 4)
     rows = tl.load(sequences + sequence * 6 + 5)
+    if GUARDED:
+        most = table_width * BLOCK_SIZE
+        prefix = tl.minimum(tl.maximum(prefix, 0), most)
+        trunk = tl.minimum(tl.maximum(trunk, 0), most)
+        branches = tl.minimum(tl.maximum(branches, 1), most)
+        steps = tl.minimum(tl.maximum(steps, 0), most // branches)
+        first_row = tl.minimum(tl.maximum(first_row, 0), num_rows)
+        rows = tl.minimum(tl.maximum(rows, 0), num_rows - first_row)
     if tile * BLOCK_M >= rows * GROUP:
         return
 
@@ -86,6 +96,8 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + m % GROUP
     row_fork = tl.load(fork + row, mask=is_row, other=0)
     row_branch = tl.load(branch + row, mask=is_row, other=-1)
+    if GUARDED:
+        row_fork = tl.minimum(tl.maximum(row_fork, -1), most - 1 - prefix)
     context = tl.where(is_row, prefix + row_fork + 1, 0)
     place = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     in_head = (d < HEAD_DIM)[None, :]
@@ -111,7 +123,11 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
         inside = index < end
         own = index - shared  # >= 0: number of the own column
         column = tl.where(own >= 0, prefix + trunk + own, first_column + index)
+        if GUARDED:
+            inside &= column < most
         block = tl.load(block_table + sequence * table_width + column // BLOCK_SIZE, mask=inside, other=0)
+        if GUARDED:
+            inside &= (block >= 0) & (block < num_blocks)
         slot = block.to(tl.int64) * BLOCK_SIZE + column % BLOCK_SIZE
         offsets = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
         loaded = inside[:, None] & in_head
@@ -249,6 +265,7 @@ def launch(
         rows.branch,
         num_rows,
         rows.block_table.shape[1],
+        len(key_pool),
         workspace.parts if workspace else output,
         workspace.lse if workspace else None,
         **variant.constants(),
@@ -308,14 +325,22 @@ class Compiled:
     shared_bytes: int  # dynamic shared memory of a program
 
 
-def compile_attention(variant: Variant, capability: int) -> Compiled:
-    """Build `fan_out_attention_kernel` for a device of compute capability 80, 90, 100, ..."""
+def compile_attention(variant: Variant, capability: int, *, keep_lse: bool = False) -> Compiled:
+    """Build `fan_out_attention_kernel` for a device of compute capability 80, 90, 100, ...
+
+    Without splits the argument `lse` is a constant too, unless it is kept: the kernel ends with `output`.
+    """
     pool = "*" + _TYPES[variant.dtype]
     types = dict.fromkeys(("query", "key_pool", "value_pool"), pool)
     types |= dict.fromkeys(("block_table", "sequences", "fork", "branch"), "*i32")
-    types |= {"num_rows": "i32", "table_width": "i32", "output": pool if variant.splits == 1 else "*fp32"}
-    types |= {"lse": "*fp32"}  # without splits too: the arguments are always the same
-    return _compile(fan_out_attention_kernel, types, variant.constants(), variant.options, capability)
+    types |= dict.fromkeys(("num_rows", "table_width", "num_blocks"), "i32")
+    types |= {"output": pool if variant.splits == 1 else "*fp32"}
+    constants: dict[str, Any] = dict(variant.constants())
+    if variant.splits == 1 and not keep_lse:
+        constants = {"lse": None, **constants}
+    else:
+        types |= {"lse": "*fp32"}
+    return _compile(fan_out_attention_kernel, types, constants, variant.options, capability)
 
 
 def compile_merge(variant: Variant, capability: int) -> Compiled:

@@ -29,6 +29,7 @@ class Variant:
     window: int = 0  # sliding window in tokens, 0: none
     soft_cap: float = 0.0  # 0: none
     max_shared: int | None = None  # bytes of shared memory of a program, where the launcher has a limit of its own
+    guarded: bool = False  # safe with rows and tables that nobody checked
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -55,12 +56,12 @@ class Variant:
 
     @property
     def block_n(self) -> int:
-        """Columns of one tile. Shared memory holds the query and, twice, keys and values."""
+        """Columns of one tile. Under a limit, what leaves room for the query and two tiles of keys and of values."""
         columns = 32 if self.dtype == torch.float32 else 64
-        while self.max_shared is not None and columns > 16:
-            if (self.block_m + 4 * columns) * self._block_d * self.dtype.itemsize <= self.max_shared:
-                break
-            columns //= 2
+        if self.max_shared is not None:
+            room = self.max_shared - 1024  # the compiler takes some for itself
+            while columns > 16 and (self.block_m + 4 * columns) * self._block_d * self.dtype.itemsize > room:
+                columns //= 2
         return columns
 
     @property
@@ -82,6 +83,7 @@ class Variant:
             "WINDOW": self.window,
             "SOFT_CAP": self.soft_cap,
             "SPLITS": self.splits,
+            "GUARDED": self.guarded,
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_D": self._block_d,
