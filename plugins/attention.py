@@ -1,9 +1,10 @@
-"""Attention of flat query rows over a paged KV pool, causal or under the fan-out mask: the plain torch path.
+"""Attention of flat query rows over a paged KV pool, causal or under the fan-out mask, on the CPU.
 
-Rows of one sequence share most of what they see, so each sequence is attended once for all its rows: one matrix product
-over the shared columns, whatever their number. The fan-out mask then costs two small corrections: trunk columns behind
-a row's fork are hidden, and the depth+1 columns of a row's own path are added, inside the same softmax. What is where
-is worked out once per forward (`plan_attention`), not once per layer.
+Rows of one sequence share most of what they see: the columns before the first that one of them must not see are
+attended once for all rows, by PyTorch's fused kernel, without a mask and without scores in memory. What differs is
+small and attended apart: the few shared columns behind that, each hidden from the rows that fork before it, and the
+depth+1 columns of each row's own path. The two are put together by their log-sum-exp. What is where is worked out once
+per forward (`plan_attention`), not once per layer.
 
 A KV pool is [num_blocks, block_size, KV heads, head dim]. A block table lists the blocks of a sequence in column order.
 Query head h reads KV head h // (heads / KV heads). This module knows nothing of models, engines or requests.
@@ -21,11 +22,11 @@ from torch import Tensor
 from saguaro.plugins.fan_out import FanOutMask
 from saguaro.plugins.rows import check_rows
 
-# Scores of one matrix product, per head: bounds the memory of a long prefill (float32, 64 heads: 32 MiB).
-MAX_SCORES = 2**17
-# Rows of one matrix product: a causal prefill computes no scores behind a chunk's last row, so chunks save work.
-# Measured at 14 heads on 2 KV heads of 64: 64 rows take 0.74 to 0.96 of the time of 256 at 500 to 4096 tokens.
+# Rows of one call: a causal prefill computes no scores behind a chunk's last row, so chunks save work; and they bound
+# the scores that are in memory, those of the columns that not all rows see.
 MAX_ROWS = 64
+# The fused kernel behind `scaled_dot_product_attention` on the CPU, which alone returns the log-sum-exp as well.
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Plan(Protocol):
@@ -43,7 +44,8 @@ class _Chunk:
     rows: slice
     blocks: slice | Tensor  # of the shared columns: a range of the pool when consecutive, so that nothing is copied
     columns: int  # shared columns read; the last is visible to at least one row, so all of them have been written
-    hidden: Tensor | None  # [rows, t] bool: which of the last t shared columns a row must not see
+    visible: int  # of them that every row sees
+    hidden: Tensor  # [rows, columns - visible] bool: which of the others a row must not see
     own: Tensor | None  # [rows, depth+1] slots of each row's own path
 
 
@@ -84,17 +86,13 @@ def plan_attention(
         if count == 0:
             continue
         last = first + count
-        longest = max(limit_list[first:last])
-        step = max(1, min(MAX_ROWS, MAX_SCORES // longest))
-        for start in range(first, last, step):
-            part = slice(start, min(start + step, last))
+        for start in range(first, last, MAX_ROWS):
+            part = slice(start, min(start + MAX_ROWS, last))
             visible, columns = min(limit_list[part]), max(limit_list[part])
-            hidden = None
-            if visible < columns:
-                hidden = (torch.arange(visible, columns) >= limits[part, None]).to(device)
+            hidden = (torch.arange(visible, columns) >= limits[part, None]).to(device)
             own = None if paths is None else _slots(table, paths[part], block_size).to(device)
             blocks = _blocks(table[: -(-columns // block_size)], device)
-            chunks.append(_Chunk(part, blocks, columns, hidden, own))
+            chunks.append(_Chunk(part, blocks, columns, visible, hidden, own))
         first = last
     return AttentionPlan(tuple(chunks))
 
@@ -102,7 +100,7 @@ def plan_attention(
 def fan_out_attention(query: Tensor, key_pool: Tensor, value_pool: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Attention output [N, H, D] of the rows `query` [N, H, D] under the plan's mask, in the dtype of `query`.
 
-    Scores, softmax and sums are in float32 (float64 if `query` is). Shapes are not checked here, once a layer:
+    All is computed in float32 (float64 if `query` is). Shapes are not checked here, once a layer:
     `check_tensors` does that once for a model.
     """
     outputs = [_attend(query[chunk.rows], key_pool, value_pool, chunk, scale) for chunk in plan.chunks]
@@ -112,31 +110,54 @@ def fan_out_attention(query: Tensor, key_pool: Tensor, value_pool: Tensor, plan:
 def _attend(query: Tensor, key_pool: Tensor, value_pool: Tensor, chunk: _Chunk, scale: float) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads = key_pool.shape[2]
-    group = heads // kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
 
     # The query heads of a KV head become rows of the same product: keys are read once and never repeated.
-    grouped = (query.to(dtype) * scale).view(rows, kv_heads, group, dim)
-    folded = grouped.permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
-    keys = _shared(key_pool, chunk).to(dtype)  # [C, KV heads, D]
-    scores = torch.bmm(folded, keys.permute(1, 2, 0))  # [KV heads, group * rows, C]
-    if chunk.hidden is not None:
-        tail = scores.view(kv_heads, group, rows, -1)[..., -chunk.hidden.shape[1] :]
-        tail.masked_fill_(chunk.hidden, -torch.inf)
-    if chunk.own is not None:
-        own_keys = key_pool.flatten(0, 1)[chunk.own].to(dtype)  # [rows, depth+1, KV heads, D]
-        own_scores = grouped @ own_keys.permute(0, 2, 3, 1)  # [rows, KV heads, group, depth+1]
-        scores = torch.cat([scores, own_scores.permute(1, 2, 0, 3).flatten(1, 2)], dim=-1)
-    probs = torch.softmax(scores, dim=-1)
+    grouped = query.to(dtype).view(rows, kv_heads, -1, dim)
+    folded = grouped.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)  # [KV heads, group * rows, D]
+    keys, values = (_shared(pool, chunk).to(dtype).transpose(0, 1) for pool in (key_pool, value_pool))
+    seen = chunk.visible
+    output, lse = _fused(folded[None], keys[None, :, :seen], values[None, :, :seen], scale=scale)
+    output, lse = output[0], lse[0]
+    if seen < chunk.columns or chunk.own is not None:
+        rest, rest_lse = _attend_apart(
+            grouped, folded, keys[:, seen:], values[:, seen:], key_pool, value_pool, chunk, scale
+        )
+        share = torch.sigmoid(rest_lse - lse)[..., None]  # of the softmax: e^rest_lse / (e^lse + e^rest_lse)
+        output = torch.lerp(output, rest, share)
+    return output.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim).to(query.dtype)
 
-    values = _shared(value_pool, chunk).to(dtype)
-    output = torch.bmm(probs[..., : chunk.columns], values.transpose(0, 1))  # [KV heads, group * rows, D]
-    output = output.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3)
+
+def _attend_apart(
+    grouped: Tensor,  # [rows, KV heads, group, D]
+    folded: Tensor,  # [KV heads, group * rows, D], the same
+    keys: Tensor,  # [KV heads, t, D], and values: the shared columns that not all rows see
+    values: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    chunk: _Chunk,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over what the rows of a chunk do not share: output like `folded`, and log-sum-exp.
+
+    Both are 0 and -inf for a row that sees none of it.
+    """
+    rows, kv_heads, group, dim = grouped.shape
+    shared = torch.bmm(folded, keys.transpose(1, 2)).view(kv_heads, group, rows, -1)
+    scores = shared.masked_fill_(chunk.hidden, -torch.inf)
     if chunk.own is not None:
-        own_values = value_pool.flatten(0, 1)[chunk.own].to(dtype)
-        own_probs = probs[..., chunk.columns :].reshape(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
-        output = output + own_probs @ own_values.transpose(1, 2)
-    return output.reshape(rows, heads, dim).to(query.dtype)
+        own_keys, own_values = (pool.flatten(0, 1)[chunk.own].to(grouped.dtype) for pool in (key_pool, value_pool))
+        own = grouped @ own_keys.permute(0, 2, 3, 1)  # [rows, KV heads, group, depth+1]
+        scores = torch.cat([scores, own.permute(1, 2, 0, 3)], dim=-1)
+    scores = scores * scale
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    probs = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
+    columns = keys.shape[1]
+    output = torch.bmm(probs[..., :columns].flatten(1, 2), values)
+    if chunk.own is not None:
+        own_output = probs[..., columns:].permute(2, 0, 1, 3) @ own_values.transpose(1, 2)
+        output = output + own_output.permute(1, 2, 0, 3).flatten(1, 2)
+    return output, lse.flatten(1)
 
 
 def _shared(pool: Tensor, chunk: _Chunk) -> Tensor:

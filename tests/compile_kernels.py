@@ -1,7 +1,8 @@
 """The attention kernels built ahead of time, and what the assembler says they take: `python tests/compile_kernels.py`.
 
-Prints one line for each of the variants a GPU may run; exits with 1 when one spills registers or takes more shared
-memory than its device has. Needs no GPU.
+Prints one line for each of the variants a GPU may run; exits with 1 when one takes more shared memory than its device
+has, or spills registers: none in half precision at heads of 128, which everything else is sized for, and no more than a
+few elsewhere, where the assembler trades them for programs that run at once. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import triton
 from saguaro.plugins.triton_lang import Compiled, compile_attention, compile_merge
 from saguaro.plugins.variant import Variant
 
+FEW_BYTES = 64  # of spilled registers, stored and loaded
 # Shared memory of one program, in bytes (CUDA C programming guide, table of compute capabilities).
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
@@ -40,7 +42,7 @@ class Resources:
         )
 
 
-def resources(what: str, compiled: Compiled, capability: int) -> Resources:
+def resources(what: str, compiled: Compiled, capability: int, spillable: int) -> Resources:
     """What the assembler that comes with the compiler reports; the options are the compiler's own."""
     assembler = triton.knobs.nvidia.ptxas_blackwell if capability >= 100 else triton.knobs.nvidia.ptxas
     target = re.search(r"^\.target (\S+?)[,\s]", compiled.ptx, re.MULTILINE)
@@ -54,7 +56,7 @@ def resources(what: str, compiled: Compiled, capability: int) -> Resources:
         ).stderr
     registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
-    fits = spilled == 0 and compiled.shared_bytes <= SHARED[capability]
+    fits = spilled <= spillable and compiled.shared_bytes <= SHARED[capability]
     return Resources(f"sm_{capability} {what}", registers, compiled.shared_bytes, spilled, fits)
 
 
@@ -63,12 +65,13 @@ def attention_resources(variant: Variant, capability: int) -> Resources:
         f"attention {str(variant.dtype)[6:]} D={variant.head_dim} M={variant.block_m} splits={variant.splits}"
         f"{' window cap' if variant.window else ''}"
     )
-    return resources(what, compile_attention(variant, capability), capability)
+    strict = variant.head_dim == 128 and variant.dtype != torch.float32
+    return resources(what, compile_attention(variant, capability), capability, 0 if strict else FEW_BYTES)
 
 
 def merge_resources(variant: Variant, capability: int) -> Resources:
     what = f"merge {str(variant.dtype)[6:]} D={variant.head_dim} splits={variant.splits}"
-    return resources(what, compile_merge(variant, capability), capability)
+    return resources(what, compile_merge(variant, capability), capability, 0)
 
 
 def variant_of(dtype: torch.dtype, head_dim: int, most_rows: int, splits: int, special: bool = False) -> Variant:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton.ir import ROUNDING_MODE
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
 
 from attention_cases import Case, causal_case, fan_out_case, random_case
@@ -31,18 +32,26 @@ CASES = int(os.environ.get("SAGUARO_KERNEL_CASES", "12"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bfloat16_products() -> None:
-    """The interpreter multiplies the bit patterns of bfloat16; devices multiply numbers, and add in float32."""
+def bfloat16_as_on_devices() -> None:
+    """Devices multiply bfloat16 numbers, add in float32 and round to nearest; the interpreter multiplies bit patterns
+    and cuts bits off."""
     assert triton.knobs.runtime.interpret, "start with TRITON_INTERPRET=1"
-    plain = InterpreterBuilder.create_dot
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    bfloat16, float32 = triton.language.bfloat16, triton.language.float32
 
     def widen(operand: TensorHandle) -> TensorHandle:
-        if operand.dtype.scalar != triton.language.bfloat16:
+        if operand.dtype.scalar != bfloat16:
             return operand
-        wide = _convert_float(operand.data, triton.language.bfloat16, triton.language.float32, None).view(np.float32)
-        return TensorHandle(wide, triton.language.float32)
+        return TensorHandle(_convert_float(operand.data, bfloat16, float32, None).view(np.float32), float32)
 
-    InterpreterBuilder.create_dot = lambda self, a, b, *rest: plain(self, widen(a), widen(b), *rest)
+    def rounded(builder: InterpreterBuilder, source: TensorHandle, kind: triton.language.dtype) -> TensorHandle:
+        if (source.dtype.scalar, kind.scalar) != (float32, bfloat16):
+            return cast(builder, source, kind)
+        nearest = _convert_float(source.data, float32, bfloat16, ROUNDING_MODE.RTNE).view(np.uint16)
+        return TensorHandle(nearest, bfloat16)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
+    InterpreterBuilder.cast_impl = rounded
 
 
 def variant_of(case: Case, rows: RowTensors, splits: int) -> Variant:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_cases import Case, causal_case, fan_out_case, make_case, random_case
 from masks import mask_of
+from saguaro.bench import fan_out_attention as bench
 from saguaro.errors import EngineError
 from saguaro.plugins import attention
 from saguaro.plugins.attention import fan_out_attention, plan_attention
@@ -55,16 +56,14 @@ def test_rows_need_not_be_consecutive() -> None:
     torch.testing.assert_close(fast(case), case.plain(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("budget", [(2**17, 64), (24, 64), (2**17, 3), (1, 1)])
-def test_chunks_bound_the_scores_and_change_nothing(budget: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    scores, rows = budget
-    monkeypatch.setattr(attention, "MAX_SCORES", scores)
+@pytest.mark.parametrize("rows", [64, 3, 1])
+def test_chunks_bound_the_rows_and_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MAX_ROWS", rows)
     for case in (causal_case([(3, 9), (0, 12)]), fan_out_case([(3, 0, 4), (5, 2)], [6, 1], 2)):
         torch.testing.assert_close(fast(case), case.plain(), rtol=0, atol=1e-12)
-        for chunk in plan_attention(*case.layout).chunks:
-            size = chunk.rows.stop - chunk.rows.start
-            assert size == 1 or (size <= rows and size * chunk.columns <= scores)
+        sizes = [chunk.rows.stop - chunk.rows.start for chunk in plan_attention(*case.layout).chunks]
+        assert sum(sizes) == len(case.query)
+        assert max(sizes) <= rows
 
 
 def test_consecutive_blocks_are_read_in_place() -> None:
@@ -192,3 +191,12 @@ def test_kernels_read_aligned_tensors_of_one_transfer() -> None:
     assert {t.dtype for t in tensors} == {torch.int32}
     assert {t.data_ptr() % 16 for t in tensors} == {0}
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+
+
+def test_the_comparison_s_methods_agree_and_its_table_holds_their_times() -> None:
+    result = bench.measure(2, 9, 20, repetitions=1)
+    assert min(result.times.values()) >= 0
+    assert 0 < result.memory["one_branch"] < result.memory["fan_out"]
+    row = bench.table([result], "here").splitlines()[-1]
+    assert row.startswith("| 2 | 9 | 20 | ")
+    assert row.count("|") == bench.table([result], "here").splitlines()[-2].count("|")

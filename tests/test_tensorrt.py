@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
 from saguaro.engines.pytorch import PytorchEngine
@@ -26,6 +25,9 @@ from saguaro.plugins.fan_out import FanOut
 from tensorrt_stub import load_tensorrt
 from tiny_models import FAMILIES, VOCAB_ROWS, tiny_model
 
+triton = pytest.importorskip(
+    "triton", reason="the kernel language comes with torch's CUDA builds and the extra `kernels`"
+)
 trt = load_tensorrt()
 
 from saguaro.engines import tensorrt as engine  # noqa: E402

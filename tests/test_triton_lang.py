@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -47,6 +49,33 @@ def test_the_interpreted_kernel_equals_the_definition() -> None:
 @pytest.mark.soak
 def test_the_interpreted_kernel_equals_the_definition_in_300_random_batches() -> None:
     assert "307 passed" in interpret(300, 3600)
+
+
+def test_the_gpu_script_checks_in_the_interpreter_where_there_is_no_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "gpu/fan_out.py", "--out", str(tmp_path / "found.json")]
+    options = {"cwd": HERE, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*command, "--cpu", "--cases", "2"], **options)
+    assert done.returncode == 0, done.stderr
+    assert "2 random batches on cpu: 0 wrong" in done.stdout
+    assert json.loads((tmp_path / "found.json").read_text())["wrong"] == []
+    if not torch.cuda.is_available():
+        refused = subprocess.run(command, **options)
+        assert refused.returncode == 2
+        assert "no CUDA device; --cpu checks the kernel" in refused.stderr
+
+
+def test_the_gpu_script_s_table_names_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location("gpu_fan_out", HERE / "gpu" / "fan_out.py")
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_fan_out", script)
+    spec.loader.exec_module(script)
+    us = {"kernel": 12.34, "dense": 56.78, "flex": "skipped: time", "flashinfer": "not installed"}
+    page = script.table([script.Result((32, 8, 64), 4, 16, 4096, 8, us, 0.756)], 4.1e12)
+    assert "Copy ceiling 4100 GB/s" in page
+    assert page.endswith("| 32/8/64 | 4 | 16 | 4096 | 8 | 12.3 | 56.8 | skipped: time | not installed | 0.76 |\n")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
