@@ -29,7 +29,7 @@ from saguaro.plugins.variant import Variant
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_width"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "table_width", "num_blocks"])  # type: ignore[untyped-decorator]
 def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     query,  # [N, H, D]
     key_pool,  # [num_blocks, BLOCK_SIZE, KV_HEADS, D], dtype of query; values likewise
@@ -40,6 +40,7 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     branch,  # [N] int32: ... and of the own columns those of this branch
     num_rows,  # N, int32
     table_width,  # int32
+    num_blocks,  # of a pool, int32
     output,  # SPLITS == 1: [N, H, D], dtype of query; else the parts, [SPLITS, N, H, D] float32
     lse,  # [SPLITS, N, H] float32, base 2: log2 of the sum of 2^score, -inf for none. Unused if SPLITS == 1
     KV_HEADS: tl.constexpr,
@@ -50,6 +51,7 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,  # 0: none. A row at position p sees positions above p - WINDOW
     SOFT_CAP: tl.constexpr,  # 0.0: none. Scores become cap * tanh(score / cap)
     SPLITS: tl.constexpr,
+    GUARDED: tl.constexpr,  # whatever the int32s hold, no memory but the tensors' is touched and every loop ends
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two, >= HEAD_DIM
@@ -74,6 +76,14 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     steps = tl.load(sequences + sequence * 6 + 3)
     first_row = tl.load(sequences + sequence * 6 + 4)
     rows = tl.load(sequences + sequence * 6 + 5)
+    if GUARDED:
+        most = table_width * BLOCK_SIZE
+        prefix = tl.minimum(tl.maximum(prefix, 0), most)
+        trunk = tl.minimum(tl.maximum(trunk, 0), most)
+        branches = tl.minimum(tl.maximum(branches, 1), most)
+        steps = tl.minimum(tl.maximum(steps, 0), most // branches)
+        first_row = tl.minimum(tl.maximum(first_row, 0), num_rows)
+        rows = tl.minimum(tl.maximum(rows, 0), num_rows - first_row)
     if tile * BLOCK_M >= rows * GROUP:
         return
 
@@ -86,6 +96,8 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + m % GROUP
     row_fork = tl.load(fork + row, mask=is_row, other=0)
     row_branch = tl.load(branch + row, mask=is_row, other=-1)
+    if GUARDED:
+        row_fork = tl.minimum(tl.maximum(row_fork, -1), most - 1 - prefix)
     context = tl.where(is_row, prefix + row_fork + 1, 0)
     place = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     in_head = (d < HEAD_DIM)[None, :]
@@ -111,7 +123,11 @@ def fan_out_attention_kernel(  # type: ignore[no-untyped-def]
         inside = index < end
         own = index - shared  # >= 0: number of the own column
         column = tl.where(own >= 0, prefix + trunk + own, first_column + index)
+        if GUARDED:
+            inside &= column < most
         block = tl.load(block_table + sequence * table_width + column // BLOCK_SIZE, mask=inside, other=0)
+        if GUARDED:
+            inside &= (block >= 0) & (block < num_blocks)
         slot = block.to(tl.int64) * BLOCK_SIZE + column % BLOCK_SIZE
         offsets = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
         loaded = inside[:, None] & in_head
@@ -184,6 +200,30 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + place * HEAD_DIM + d, merged.to(output.dtype.element_ty), mask=d < HEAD_DIM)
 
 
+@triton.jit(do_not_specialize=["num_slots"])  # type: ignore[untyped-decorator]
+def update_kv_kernel(  # type: ignore[no-untyped-def]
+    key,  # [N, KV_HEADS, D], value likewise: WIDTH elements a row
+    value,
+    slots,  # [N] int32: where each row goes, block * block_size + offset; outside of the pool: nowhere
+    _key_pool,  # the pools again, as inputs of an operation that changes them in place
+    _value_pool,
+    num_slots,  # of a pool, int32
+    key_pool,  # [num_slots, KV_HEADS, D]
+    value_pool,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # power of two, >= WIDTH
+):
+    """Write the rows' keys and values into the pools. Grid: (N). Doing it twice is doing it once."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    e = tl.arange(0, BLOCK)
+    inside = e < WIDTH
+    tl.store(key_pool + slot * WIDTH + e, tl.load(key + row * WIDTH + e, mask=inside), mask=inside)
+    tl.store(value_pool + slot * WIDTH + e, tl.load(value + row * WIDTH + e, mask=inside), mask=inside)
+
+
 @dataclass(frozen=True)
 class Workspace:
     """The parts of a split attention. Needs no initial value; may be shared by all layers of a model."""
@@ -225,6 +265,7 @@ def launch(
         rows.branch,
         num_rows,
         rows.block_table.shape[1],
+        len(key_pool),
         workspace.parts if workspace else output,
         workspace.lse if workspace else None,
         **variant.constants(),
@@ -284,20 +325,21 @@ class Compiled:
     shared_bytes: int  # dynamic shared memory of a program
 
 
-def compile_attention(variant: Variant, capability: int) -> Compiled:
+def compile_attention(variant: Variant, capability: int, *, keep_lse: bool = False) -> Compiled:
     """Build `fan_out_attention_kernel` for a device of compute capability 80, 90, 100, ...
 
-    Without splits the argument `lse` is a constant too: the kernel ends with `output`.
+    Without splits the argument `lse` is a constant too, unless it is kept: the kernel ends with `output`.
     """
     pool = "*" + _TYPES[variant.dtype]
     types = dict.fromkeys(("query", "key_pool", "value_pool"), pool)
     types |= dict.fromkeys(("block_table", "sequences", "fork", "branch"), "*i32")
-    types |= {"num_rows": "i32", "table_width": "i32", "output": pool}
+    types |= dict.fromkeys(("num_rows", "table_width", "num_blocks"), "i32")
+    types |= {"output": pool if variant.splits == 1 else "*fp32"}
     constants: dict[str, Any] = dict(variant.constants())
-    if variant.splits == 1:
+    if variant.splits == 1 and not keep_lse:
         constants = {"lse": None, **constants}
     else:
-        types |= {"output": "*fp32", "lse": "*fp32"}
+        types |= {"lse": "*fp32"}
     return _compile(fan_out_attention_kernel, types, constants, variant.options, capability)
 
 
@@ -305,6 +347,19 @@ def compile_merge(variant: Variant, capability: int) -> Compiled:
     """Build `merge_kernel` likewise."""
     types = {"parts": "*fp32", "lse": "*fp32", "num_rows": "i32", "output": "*" + _TYPES[variant.dtype]}
     return _compile(merge_kernel, types, variant.merge_constants(), {"num_warps": 4}, capability)
+
+
+def compile_update(dtype: torch.dtype, width: int, capability: int) -> Compiled:
+    """Build `update_kv_kernel` likewise, for rows of `width` elements."""
+    pool = "*" + _TYPES[dtype]
+    types = {"key": pool, "value": pool, "slots": "*i32", "_key_pool": pool, "_value_pool": pool, "num_slots": "i32"}
+    types |= {"key_pool": pool, "value_pool": pool}
+    return _compile(update_kv_kernel, types, update_constants(width), {"num_warps": 4}, capability)
+
+
+def update_constants(width: int) -> dict[str, int]:
+    """Constants of `update_kv_kernel`."""
+    return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
 
 
 def _compile(

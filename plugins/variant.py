@@ -28,6 +28,8 @@ class Variant:
     splits: int = 1  # of the columns, a power of two; more than 1 needs a workspace and `merge_kernel`
     window: int = 0  # sliding window in tokens, 0: none
     soft_cap: float = 0.0  # 0: none
+    max_shared: int | None = None  # bytes of shared memory of a program, where the launcher has a limit of its own
+    guarded: bool = False  # safe with rows and tables that nobody checked
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -38,6 +40,8 @@ class Variant:
             raise EngineError(f"head_dim: the attention kernel takes heads of 1 to 128, got {self.head_dim}.")
         if not 1 <= self.splits <= _MAX_SPLITS or self.splits & (self.splits - 1):
             raise EngineError(f"splits: needs a power of two from 1 to {_MAX_SPLITS}, got {self.splits}.")
+        if not 0.0 < self.scale < float("inf"):
+            raise EngineError(f"scale: needs a positive number, got {self.scale}.")
         if min(self.block_size, self.most_rows) < 1 or min(self.window, self.soft_cap) < 0:
             raise EngineError(
                 f"block_size, most_rows, window, soft_cap: need 1, 1, 0, 0 or more, got {self.block_size}, "
@@ -51,11 +55,22 @@ class Variant:
         return min(max(_power_of_two(wanted), 16), 32 if self.dtype == torch.float32 else 64)
 
     @property
+    def block_n(self) -> int:
+        """Columns of one tile. Under a limit, what leaves room for the query and two tiles of keys and of values."""
+        columns = 32 if self.dtype == torch.float32 else 64
+        if self.max_shared is not None:
+            room = self.max_shared - 1024  # the compiler takes some for itself
+            while columns > 16 and (self.block_m + 4 * columns) * self._block_d * self.dtype.itemsize > room:
+                columns //= 2
+        return columns
+
+    @property
     def options(self) -> dict[str, int]:
         """How the compiler builds `fan_out_attention_kernel`: what spills nothing (see tests/compile_kernels.py)."""
         if self.dtype == torch.float32:
             return {"num_warps": 8, "num_stages": 2}
-        return {"num_warps": 8 if self.block_m == 64 else 4, "num_stages": 3}
+        # A third stage adds a little shared memory, which under a limit may be what does not fit.
+        return {"num_warps": 8 if self.block_m == 64 else 4, "num_stages": 3 if self.max_shared is None else 2}
 
     def constants(self) -> dict[str, int | float]:
         """Constants of `fan_out_attention_kernel`."""
@@ -68,8 +83,9 @@ class Variant:
             "WINDOW": self.window,
             "SOFT_CAP": self.soft_cap,
             "SPLITS": self.splits,
+            "GUARDED": self.guarded,
             "BLOCK_M": self.block_m,
-            "BLOCK_N": 32 if self.dtype == torch.float32 else 64,
+            "BLOCK_N": self.block_n,
             "BLOCK_D": self._block_d,
         }
 

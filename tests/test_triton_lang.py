@@ -94,11 +94,11 @@ def test_the_merge_is_small(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_splits_the_binary_ends_with_the_output() -> None:
-    """What a host other than Triton's launcher has to pass: ten arguments, then the two that may be null."""
+    """What a host other than Triton's launcher has to pass: eleven arguments, then the two that may be null."""
     compiled = compile_attention(variant_of(torch.float16, 64, 4, 1), 90)
     entry = compiled.ptx[compiled.ptx.index(".entry") :]
     assert compiled.name in entry[: entry.index("(")]
-    assert entry[: entry.index(")")].count(".param") == 10 + 2
+    assert entry[: entry.index(")")].count(".param") == 11 + 2
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.threads == 128
 
