@@ -21,6 +21,12 @@ demo: $(READY)
 	$(BIN)/saguaro models pull qwen2.5-coder
 	$(BIN)/saguaro build qwen2.5-coder-1.5b-cpu qwen2.5-coder-0.5b-cpu
 	$(BIN)/saguaro generate --compare --max-tokens 96 "$(PROMPT)"
+	$(BIN)/saguaro status qwen-coder-cpu >/dev/null 2>&1 || $(BIN)/saguaro serve qwen-coder-cpu --detach
+	curl -s localhost:8000/v2/models/ensemble/generate -d '{"text_input": "def fibonacci(n):", "max_tokens": 24}'
+	@echo
+	$(BIN)/python examples/triton_stream.py "$(PROMPT)" --max-tokens 48
+	$(BIN)/python examples/openai_stream.py "$(PROMPT)" --max-tokens 48
+	@echo "The deployment goes on: look at it with $(BIN)/saguaro status or top, stop it with $(BIN)/saguaro stop"
 
 # Two workers, one of them for all that starts processes; each computes with one thread.
 test: $(READY)

@@ -69,7 +69,7 @@ def test_every_field_reaches_its_parameter() -> None:
 
 
 def test_left_out_fields_take_the_defaults_of_sampling() -> None:
-    assert read({}) == Request([5, 6], SamplingParams(max_tokens=8), False, True, None, None, 0, None)
+    assert read({}) == Request([5, 6], SamplingParams(max_tokens=8, temperature=0.0), False, True, None, None, 0, None)
     assert {"text_input", "messages", "max_tokens", *(spec.name for spec in OPTIONS)} == {
         spec.name for spec in ENSEMBLE.inputs
     }
@@ -97,7 +97,14 @@ def test_fields_with_a_meaning_of_their_own(fields: dict[str, Any], expected: di
         for token in ab:
             bias[token] = bias.get(token, 0.0) + 2.0
         expected = {"logit_bias": bias}
-    assert read(fields).params == SamplingParams(**({"max_tokens": 8} | expected))
+    greedy = {} if {"top_k"} & fields.keys() else {"temperature": 0.0}  # unless sampling is asked for
+    assert read(fields).params == SamplingParams(**({"max_tokens": 8} | greedy | expected))
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_decoding_is_greedy_unless_sampling_is_asked_for(asked: dict[str, float]) -> None:
+    assert read({}).params.temperature == read({"seed": 3}).params.temperature == 0.0
+    assert read(asked).params == SamplingParams(max_tokens=8, **asked)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -115,6 +115,8 @@ def _sampling(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_tokens min_tokens top_k min_p temperature repetition_penalty presence_penalty frequency_penalty logprobs"
     )
     values = {name: fields.number(name) for name in same.split() if fields.has(name)}
+    if not any(fields.has(name) for name in ("temperature", "top_k", "top_p", "min_p")):
+        values["temperature"] = 0.0  # as TensorRT-LLM does where nothing asks for sampling
     values |= {name: fields.flag(name) for name in ("ignore_eos", "include_stop_str_in_output")}
     values |= {"bad_words": tuple(fields.texts("bad_words")), "stop": tuple(fields.texts("stop_words"))}
     values["stop_token_ids"] = tuple(fields.numbers("stop_token_ids")) if fields.has("stop_token_ids") else ()
