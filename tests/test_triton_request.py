@@ -20,7 +20,7 @@ from byte_tokenizer import byte_level
 from saguaro.errors import CapacityError, ConfigError, LinkError
 from saguaro.llm import build_engines
 from saguaro.orchestrator.config import find_deployment, read_deployment
-from saguaro.orchestrator.service_protocol import Tokens
+from saguaro.orchestrator.service_protocol import Submit, Tokens, decode_command, encode
 from saguaro.orchestrator.types import SamplingParams, TokenLogprobs
 from saguaro.triton_repo.answers import Answer, to_tensors
 from saguaro.triton_repo.decoder import Decoder
@@ -215,7 +215,8 @@ def check_reading(fields: dict[str, Any], swapped: bool) -> None:
     except ConfigError as error:
         named = str(error).split()[0].rstrip(":") in {*_SPECS, "the"}
     else:
-        named = request.params.max_tokens == fields["max_tokens"]
+        sent = Submit(0, request.prompt, request.params, request.mode, request.lookahead, timeout_s=request.timeout_s)
+        named = decode_command(encode(sent)).params == request.params  # what the service cannot read, it would drop
     assert named
 
 

@@ -88,7 +88,9 @@ class Decoder:
             else:
                 request = read_request(inputs, parameters, self._tokenizer, self._max_model_len)
                 self._loop.post(self._start, _Running(request_id, request, sink))
-        except ConfigError as error:
+        except Exception as error:  # whatever it is, a request without a final response would wait for ever
+            if not isinstance(error, SaguaroError):
+                _log.exception("a request could not be read")
             sink.fail(error)
 
     def close(self) -> None:
