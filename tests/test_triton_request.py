@@ -147,6 +147,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"}, "must be one of json_schema, regex, grammar"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a" * 65537}, "guided_decoding_guide must be at"),
     ({"speculation_mode": "fast"}, "speculation_mode must be one of ar, sd, ssd, got 'fast'"),
+    ({"input_ids": [5, -1]}, "input_ids must be token ids of 0 or more, got -1"),
     ({"input_ids": [1] * MAX_LEN}, "the prompt has 64 tokens and the context holds 64"),
 ]  # fmt: skip
 
