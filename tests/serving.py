@@ -78,8 +78,10 @@ class Served:
             client.start_stream(callback=lambda result, error: arrived.put(error or result))
             inputs = [tensor(name, value) for name, value in fields.items()]
             client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
-            yield _responses(arrived)
-            client.stop_stream(cancel_requests=True)
+            try:
+                yield _responses(arrived)
+            finally:
+                client.stop_stream(cancel_requests=True)
 
     def stop(self, request_id: str) -> None:
         """Cancel a request by its id."""

@@ -20,7 +20,7 @@ from byte_tokenizer import byte_level
 from saguaro.errors import CapacityError, ConfigError, LinkError
 from saguaro.llm import build_engines
 from saguaro.orchestrator.config import find_deployment, read_deployment
-from saguaro.orchestrator.service_protocol import Tokens
+from saguaro.orchestrator.service_protocol import Submit, Tokens, decode_command, encode
 from saguaro.orchestrator.types import SamplingParams, TokenLogprobs
 from saguaro.triton_repo.answers import Answer, to_tensors
 from saguaro.triton_repo.decoder import Decoder
@@ -154,6 +154,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"}, "must be one of json_schema, regex, grammar"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a" * 65537}, "guided_decoding_guide must be at"),
     ({"speculation_mode": "fast"}, "speculation_mode must be one of ar, sd, ssd, got 'fast'"),
+    ({"input_ids": [5, -1]}, "input_ids must be token ids of 0 or more, got -1"),
     ({"input_ids": [1] * MAX_LEN}, "the prompt has 64 tokens and the context holds 64"),
 ]  # fmt: skip
 
@@ -222,7 +223,8 @@ def check_reading(fields: dict[str, Any], swapped: bool) -> None:
     except ConfigError as error:
         named = str(error).split()[0].rstrip(":") in {*_SPECS, "the"}
     else:
-        named = request.params.max_tokens == fields["max_tokens"]
+        sent = Submit(0, request.prompt, request.params, request.mode, request.lookahead, timeout_s=request.timeout_s)
+        named = decode_command(encode(sent)).params == request.params  # what the service cannot read, it would drop
     assert named
 
 

@@ -89,7 +89,9 @@ class Decoder:
             else:
                 request = read_request(inputs, parameters, self._tokenizer, self._max_model_len)
                 self._loop.post(self._start, _Running(request_id, request, sink))
-        except ConfigError as error:
+        except Exception as error:  # whatever it is, a request without a final response would wait for ever
+            if not isinstance(error, SaguaroError):
+                _log.exception("a request could not be read")
             sink.fail(error)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -121,11 +123,12 @@ class Decoder:
 
     async def _serve(self, running: _Running) -> None:
         request = running.request
-        prompt = self._tokenizer.decode(request.prompt, skip_special_tokens=True) if request.echo else ""
-        samples = request.params.samples()
-        answers = [Answer(index, params, self._tokenizer, prompt) for index, params in enumerate(samples)]
-        pumps = [asyncio.create_task(self._pump(running, index, params)) for index, params in enumerate(samples)]
+        pumps: list[asyncio.Task[None]] = []
         try:
+            prompt = self._tokenizer.decode(request.prompt, skip_special_tokens=True) if request.echo else ""
+            samples = request.params.samples()
+            answers = [Answer(index, params, self._tokenizer, prompt) for index, params in enumerate(samples)]
+            pumps += [asyncio.create_task(self._pump(running, index, params)) for index, params in enumerate(samples)]
             while left := [answer for answer in answers if answer.finish_reason is None]:
                 item = await running.queue.get()
                 if isinstance(item, Exception):

@@ -67,6 +67,9 @@ def read_request(
             f"the prompt has {length} tokens and the context holds {max_model_len}, of which at least one is for the "
             "answer: shorten the prompt or raise max_model_len in the target's recipe"
         )
+    prompt = inputs["input_ids"].reshape(-1).tolist()
+    if prompt and min(prompt) < 0:
+        raise ConfigError(f"input_ids must be token ids of 0 or more, got {min(prompt)}")
     mode = fields.text("speculation_mode") if fields.has("speculation_mode") else None
     if mode is not None and mode not in get_args(Mode):
         raise ConfigError(f"speculation_mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
@@ -76,7 +79,7 @@ def read_request(
         raise in_tensor_names(error) from error
     stream = fields.flag("stream")
     return Request(
-        prompt=inputs["input_ids"].reshape(-1).tolist(),
+        prompt=prompt,
         params=params,
         stream=stream,
         echo=not stream and not fields.flag("exclude_input_in_output"),
