@@ -24,6 +24,7 @@ import zmq.asyncio
 
 from saguaro import errors
 from saguaro.orchestrator.service_protocol import (
+    MAX_MESSAGE,
     Cancel,
     Command,
     Drain,
@@ -175,7 +176,10 @@ class Client:
     async def _send(self, command: Command) -> None:
         if self._failure:
             raise self._failure
-        await self._socket.send(encode(command))
+        data = encode(command)
+        if len(data) > MAX_MESSAGE:  # the service would hang up on whoever sent it
+            raise errors.ConfigError(f"the request has {len(data)} bytes and the limit is {MAX_MESSAGE}: shorten it")
+        await self._socket.send(data)
 
     async def _receive(self) -> None:
         """Sort in what arrives, and look after the service when nothing does."""

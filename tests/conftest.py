@@ -16,16 +16,23 @@ if TYPE_CHECKING:
     from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
-# Files whose tests start deployments: `make test` runs two workers, and these must not look at each other's processes.
-DEPLOYMENTS = {
-    *("test_channels", "test_cli", "test_launch", "test_load", "test_openai_deployment", "test_remains", "test_serve"),
-    *("test_supervisor", "test_tensor_parallel", "test_triton_metrics", "test_triton_server"),
+# Tests that start deployments, by file or fixture: `make test` runs two workers, and all of these belong to one of them,
+# because they must not see each other's processes.
+FILES = {
+    "test_channels",
+    "test_cli",
+    "test_launch",
+    "test_remains",
+    "test_serve",
+    "test_supervisor",
+    "test_tensor_parallel",
 }
+FIXTURES = {"nothing_left", "served"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem in DEPLOYMENTS:
+        if item.path.stem in FILES or FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("deployments"))
 
 

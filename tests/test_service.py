@@ -120,6 +120,14 @@ async def test_many_requests_from_two_clients_stream_at_once(socket: Path) -> No
 
 
 @in_loop
+async def test_a_request_larger_than_a_message_is_refused_before_it_is_sent(socket: Path) -> None:
+    async with connect(socket) as client:
+        with pytest.raises(ConfigError, match=r"the request has \d+ bytes and the limit is 16777216: shorten it"):
+            await tokens(client, [2**31] * 4_000_000)
+        assert await tokens(client, [0]) == [1, 2, 3]
+
+
+@in_loop
 async def test_more_requests_than_may_run_wait_their_turn(socket: Path) -> None:
     async with connect(socket) as client:
         assert await asyncio.gather(*(tokens(client, [0]) for _ in range(9))) == [[1, 2, 3]] * 9
