@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
-# Tests that start deployments, by file or fixture: `make test` runs two workers, and all of these belong to one of them,
-# because they must not see each other's processes.
+# Tests that start deployments, by file or fixture: `make test` runs two workers, and all of these belong to one of
+# them, because they must not see each other's processes.
 FILES = {
     "test_channels",
     "test_cli",
