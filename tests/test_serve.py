@@ -49,6 +49,7 @@ class Served:
 
     def victim(self, *words: bytes) -> int:
         """The process of this deployment that has these words in its command line; of several the youngest."""
+        words = (self.state()["folder"].encode(), *words)
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
