@@ -15,13 +15,13 @@ from attention_cases import Case, causal_case, fan_out_case, make_case, random_c
 from masks import mask_of
 from saguaro.bench import fan_out_attention as bench
 from saguaro.errors import EngineError
-from saguaro.plugins import attention
-from saguaro.plugins.attention import fan_out_attention, plan_attention
+from saguaro.plugins.attention import MAX_ROWS, fan_out_attention, plan_attention
 from saguaro.plugins.rows import RowTensors, check_tensors
 
 
-def fast(case: Case) -> Tensor:
-    return fan_out_attention(case.query, case.keys, case.values, plan_attention(*case.layout), case.scale)
+def fast(case: Case, max_rows: int = MAX_ROWS) -> Tensor:
+    plan = plan_attention(*case.layout, max_rows=max_rows)
+    return fan_out_attention(case.query, case.keys, case.values, plan, case.scale)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -57,11 +57,10 @@ def test_rows_need_not_be_consecutive() -> None:
 
 
 @pytest.mark.parametrize("rows", [64, 3, 1])
-def test_chunks_bound_the_rows_and_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MAX_ROWS", rows)
+def test_chunks_bound_the_rows_and_change_nothing(rows: int) -> None:
     for case in (causal_case([(3, 9), (0, 12)]), fan_out_case([(3, 0, 4), (5, 2)], [6, 1], 2)):
-        torch.testing.assert_close(fast(case), case.plain(), rtol=0, atol=1e-12)
-        sizes = [chunk.rows.stop - chunk.rows.start for chunk in plan_attention(*case.layout).chunks]
+        torch.testing.assert_close(fast(case, rows), case.plain(), rtol=0, atol=1e-12)
+        sizes = [chunk.rows.stop - chunk.rows.start for chunk in plan_attention(*case.layout, max_rows=rows).chunks]
         assert sum(sizes) == len(case.query)
         assert max(sizes) <= rows
 
