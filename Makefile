@@ -28,9 +28,11 @@ demo: $(READY)
 	$(BIN)/python examples/openai_stream.py "$(PROMPT)" --max-tokens 48
 	@echo "The deployment goes on: look at it with $(BIN)/saguaro status or top, stop it with $(BIN)/saguaro stop"
 
-# Two workers, one of them for all that starts processes; each computes with one thread.
+# What computes alone runs on two cores at once, what starts deployments one after the other.
+SLOW = real or soak or gpu
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real and not soak and not gpu" -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not deployment and not ($(SLOW))" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "deployment and not ($(SLOW))"
 
 test-real: $(READY)
 	$(BIN)/python -m pytest -m real -s

@@ -16,28 +16,19 @@ if TYPE_CHECKING:
     from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
-# Tests that start deployments, by file or fixture: `make test` runs two workers, and all of these belong to one of
-# them, because they must not see each other's processes.
-FILES = {
-    "test_channels",
-    "test_cli",
-    "test_launch",
-    "test_remains",
-    "test_serve",
-    "test_supervisor",
-    "test_tensor_parallel",
-}
+PROCESSES = (RANK, b"saguaro.supervisor", b"saguaro.frontend.openai", b"tritonserver", b"triton_python_backend_stub")
+# Tests that start deployments, by file or fixture. `make test` runs them one after the other: they look at the
+# processes of the whole machine, and several ranks need its cores.
+FILES = {"test_channels", "test_cli", "test_launch", "test_remains", "test_serve", "test_supervisor"}
+FILES |= {"test_tensor_parallel", "test_deterministic"}
 FIXTURES = {"nothing_left", "served"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in FILES or FIXTURES & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("deployments"))
-
-
-# On the command lines of whatever a deployment consists of; Triton's processes carry paths or names of ours.
-PROCESSES = (RANK, b"saguaro.supervisor", b"saguaro.frontend.openai", b"tritonserver", b"triton_python_backend_stub")
+            item.add_marker("deployment")
 
 
 def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
