@@ -21,7 +21,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from openai_server import MODEL, RunningServer, engine_folder, front_end
-from saguaro.frontend.openai_schema import ChatRequest, CompletionRequest
+from saguaro.frontend.openai.schema import ChatRequest, CompletionRequest
 from scripted_triton import Inputs, ScriptedTriton, chunk, scripted_triton
 
 EXAMPLES = int(os.environ.get("SAGUARO_FUZZ", "100"))

@@ -18,7 +18,7 @@ from tritonclient.grpc import InferInput, InferResult
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from saguaro.frontend.openai_errors import ApiError, down, from_triton, internal
+from saguaro.frontend.openai.errors import ApiError, down, from_triton, internal
 
 _log = logging.getLogger(__name__)
 _MARGIN = 10.0  # seconds the engine gets beyond a request's time to hand over what it has
