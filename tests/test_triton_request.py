@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
 from byte_tokenizer import byte_level
-from saguaro.errors import CapacityError, ConfigError, LinkError
+from saguaro.errors import CapacityError, ConfigError, DrainingError, LinkError
 from saguaro.llm import build_engines
 from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.service_protocol import Tokens
@@ -27,7 +27,7 @@ from saguaro.triton_repo.decoder import Decoder
 from saguaro.triton_repo.fields import MAX_LIST, MAX_WORD, check_parameters
 from saguaro.triton_repo.prompt import PromptReader
 from saguaro.triton_repo.repository import render, write_repository
-from saguaro.triton_repo.request import Request, code_of, read_request
+from saguaro.triton_repo.request import Request, code_of, message_of, read_request
 from saguaro.triton_repo.tensors import ENSEMBLE, OPTIONS, SSD, TensorSpec
 from saguaro.triton_repo.token_text import TokenText
 from serving import array
@@ -178,8 +178,11 @@ def test_parameters_that_nobody_reads_are_refused() -> None:
 
 
 def test_the_code_of_an_error() -> None:
-    assert [code_of(kind("")) for kind in (ConfigError, CapacityError, LinkError, ValueError)] == [
-        "INVALID_ARG", "UNAVAILABLE", "INTERNAL", "INTERNAL",
+    assert [code_of(kind("")) for kind in (ConfigError, CapacityError, DrainingError, LinkError)] == [
+        "INVALID_ARG", "UNAVAILABLE", "UNAVAILABLE", "INTERNAL",
+    ]  # fmt: skip
+    assert [message_of(kind("x")) for kind in (ConfigError, CapacityError, DrainingError, LinkError, ValueError)] == [
+        "x", "overloaded: x", "unavailable: x", "internal error: x", "internal error: ValueError: x",
     ]  # fmt: skip
 
 

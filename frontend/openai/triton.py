@@ -34,7 +34,11 @@ _OPTIONS = [
 ]
 # How the messages of errors begin that are not the request's fault. In a stream they come without a code: the header
 # that asks for one (triton_grpc_error) makes Triton 24.10 crash.
-_CODES = {"unavailable: ": grpc.StatusCode.UNAVAILABLE, "internal error: ": grpc.StatusCode.INTERNAL}
+_CODES = {
+    "overloaded: ": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unavailable: ": grpc.StatusCode.UNAVAILABLE,
+    "internal error: ": grpc.StatusCode.INTERNAL,
+}
 
 
 _ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")
