@@ -19,7 +19,7 @@ RANK = b"saguaro.orchestrator.rank"
 # Files whose tests start deployments: `make test` runs two workers, and these must not look at each other's processes.
 DEPLOYMENTS = {
     *("test_channels", "test_cli", "test_launch", "test_load", "test_openai_deployment", "test_remains", "test_serve"),
-    *("test_supervisor", "test_tensor_parallel", "test_triton_metrics", "test_triton_server"),
+    *("test_serve_soak", "test_supervisor", "test_tensor_parallel", "test_triton_metrics", "test_triton_server"),
 }
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,25 +82,34 @@ def deployment(home: Path, name: str, ports: str = PORTS) -> str:
     return str(file)
 
 
+@contextmanager
+def serving(file: str, log: Path, store: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of `saguaro serve FILE`, which is ready; at the end it is told to stop."""
+    command = [sys.executable, "-m", "saguaro.cli", "serve", file, "--store", str(store)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 200
+        while b"serving: openai" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield process
+    finally:
+        print(log.read_text())  # noqa: T201 - shown when a test fails
+        if process.poll() is None:
+            process.terminate()
+            process.wait(120)
+
+
 @pytest.fixture(scope="module")
 def served(home: Path, store: Path) -> Iterator[Served]:
     before = leftovers()
     log = home / "serve.log"
-    command = [sys.executable, "-m", "saguaro.cli", "serve", deployment(home, "served"), "--store", str(store)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 200
-    while b"serving: openai" not in log.read_bytes():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
-    served = Served(process, log, [])
-    served.answers.extend(tokens for tokens, _ in asyncio.run(all_streams(served.state()["addresses"]["http"])))
-    yield served
-    print(log.read_text())  # noqa: T201 - shown when a test fails
-    if process.poll() is None:
-        process.terminate()
-        process.wait(120)
+    with serving(deployment(home, "served"), log, store) as process:
+        served = Served(process, log, [])
+        served.answers.extend(tokens for tokens, _ in asyncio.run(all_streams(served.state()["addresses"]["http"])))
+        yield served
     assert leftovers() - before == set(), log.read_text()
 
 

@@ -24,7 +24,7 @@ from saguaro.orchestrator.service_protocol import Tokens
 from saguaro.orchestrator.types import SamplingParams, TokenLogprobs
 from saguaro.triton_repo.answers import Answer, to_tensors
 from saguaro.triton_repo.decoder import Decoder
-from saguaro.triton_repo.fields import MAX_LIST, MAX_WORD, check_parameters
+from saguaro.triton_repo.fields import MAX_LIST, MAX_WORD, check_parameters, id_of
 from saguaro.triton_repo.prompt import PromptReader
 from saguaro.triton_repo.repository import render, write_repository
 from saguaro.triton_repo.request import Request, code_of, message_of, read_request
@@ -172,6 +172,12 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
 
 def test_parameters_that_nobody_reads_are_refused() -> None:
     check_parameters("")
+    assert id_of("", "") == id_of("", '{"timeout": 3}') == ""
+    assert id_of("a", '{"id": "b"}') == "a"
+    assert id_of("", '{"id": "b"}') == "b"
+    with pytest.raises(ConfigError, match="id must be a string, got 3"):
+        id_of("", '{"id": 3}')
+    check_parameters('{"id": "b"}')
     check_parameters('{"triton_enable_empty_final_response": true, "sequence_id": 1}')
     with pytest.raises(ConfigError, match="temperatur is not a field"):
         read({}, '{"temperatur": 0.5}')

@@ -179,6 +179,16 @@ def test_stop_cancels_by_request_id_through_the_ensemble(served: Served) -> None
         assert served.llm.status().running == 1, "a request without an id is nobody's to cancel"
     served.until_idle()
 
+    def stop() -> None:
+        while not served.llm.status().running:
+            time.sleep(0.01)
+        assert served.post("generate_stream", {"id": names[0], "stop": True}, SSD.name) == (200, [])
+
+    ask = long | {"stream": True, "id": names[0]}
+    (status, events), _ = at_once([lambda: served.post("generate_stream", ask), stop])
+    assert (status, events[-1]["finish_reason"]) == (200, "cancelled")
+    served.until_idle()
+
 
 def test_a_client_for_nvidias_ensemble(served: Served) -> None:
     """Tensors as the clients in NVIDIA's TensorRT-LLM backend make them: [1, 1], words as [1, n]; text read at [0]."""
