@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
 from byte_tokenizer import byte_level
+from fuzzing import MANY
 from saguaro.errors import CapacityError, ConfigError, DrainingError, LinkError
 from saguaro.llm import build_engines
 from saguaro.orchestrator.config import find_deployment, read_deployment
@@ -235,7 +236,7 @@ def test_any_tensors_are_read_or_refused(fields: dict[str, Any], swapped: bool) 
 
 
 @pytest.mark.soak
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=MANY, deadline=None)
 @given(fuzzed_fields, st.booleans())
 def test_many_more_tensors_are_read_or_refused(fields: dict[str, Any], swapped: bool) -> None:
     check_reading(fields, swapped)

@@ -21,6 +21,7 @@ import tritonclient.grpc as grpc
 from hypothesis import given, settings
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from fuzzing import AMOUNTS
 from saguaro.errors import LaunchError
 from saguaro.orchestrator.types import SamplingParams
 from saguaro.triton_repo.server import TritonServer
@@ -330,8 +331,9 @@ def check_fuzzed(served: Served, some: dict[str, Any]) -> None:
     )
 
 
-def test_any_tensors_are_answered_or_refused(served: Served) -> None:
-    @settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_any_tensors_are_answered_or_refused(served: Served, amount: int) -> None:
+    @settings(max_examples=amount, deadline=None)
     @given(fuzzed_fields)
     def fuzz(some: dict[str, Any]) -> None:
         check_fuzzed(served, some)
@@ -339,12 +341,6 @@ def test_any_tensors_are_answered_or_refused(served: Served) -> None:
     fuzz()
     served.until_idle()
     assert served.loop.run(served.server.trouble()) is None
-
-
-@pytest.mark.soak
-def test_many_more_tensors_are_answered_or_refused(served: Served) -> None:
-    settings(max_examples=5000, deadline=None)(given(fuzzed_fields)(lambda some: check_fuzzed(served, some)))()
-    served.until_idle()
 
 
 # --- the launcher ---------------------------------------------------------------------------------------------------
