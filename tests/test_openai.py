@@ -192,6 +192,8 @@ async def test_defaults_and_other_forms(engine: Path) -> None:
         assert inputs["guided_decoding_guide_type"] == ["regex"]
         assert inputs["guided_decoding_guide"] == [r"a\.b|c"]
         assert inputs["stop_words"] == ["x"]
+        inputs = await sent("completions", TEXT | {"structured_outputs": {"choice": [""]}})
+        assert inputs["guided_decoding_guide"] == [""]
         nulls = dict.fromkeys(("temperature", "stop", "seed", "n", "max_tokens", "stream", "suffix", "tools"))
         assert (await sent("completions", TEXT | nulls))["temperature"] == [1.0]
 

@@ -210,5 +210,5 @@ def _guide(body: Generation) -> dict[str, Any]:
             raise ConfigError(
                 "structured_outputs must have one of json, regex, grammar, choice, beside no other format"
             )
-        guide = {"regex": choice} if choice else chosen
+        guide = {"regex": choice} if choice is not None else chosen
     return guide
