@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 PROMPT ?= Write a Python function that checks whether a string is a palindrome, with three examples.
 
-.PHONY: setup demo test test-real test-soak check format size
+.PHONY: setup demo test test-real test-soak soak check format size
 
 setup: $(READY)
 
@@ -37,8 +37,13 @@ test: $(READY)
 test-real: $(READY)
 	$(BIN)/python -m pytest -m real -s
 
+# Two minutes of load on the served stack, and 5,000 inputs for each fuzz test (SAGUARO_FUZZ=N for another number).
 test-soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+
+# The same load for half an hour.
+soak: $(READY)
+	SAGUARO_SOAK_S=1800 $(BIN)/python -m pytest -m soak -s tests/test_serve_soak.py
 
 # mypy cannot see through an editable install of a root package: give it a folder where `saguaro` is this one.
 check: $(READY)

@@ -5,6 +5,7 @@ SaguaroError
 ├── ModelError         weights that are missing, damaged or not what they claim to be
 ├── EngineError        an engine directory or runtime that cannot run this model here
 ├── CapacityError      not enough memory, blocks, disk or queue
+├── DrainingError      the deployment is shutting down and takes no more requests
 ├── ProtocolError      bytes from the peer that this version cannot accept
 ├── LinkError          the peer is gone or did not answer before the deadline
 └── LaunchError        a process of a deployment did not start or died
@@ -31,6 +32,10 @@ class EngineError(SaguaroError):
 
 class CapacityError(SaguaroError):
     """Not enough memory, KV blocks, disk or queue."""
+
+
+class DrainingError(SaguaroError):
+    """The deployment is shutting down and takes no more requests."""
 
 
 class ProtocolError(SaguaroError):

@@ -146,7 +146,7 @@ class Client:
         return await self._ask(GetMetrics(), self._metrics, timeout)
 
     async def drain(self, *, end: bool = False) -> None:
-        """Ask the service to take no new requests; with `end`, to end those it has with a CapacityError."""
+        """Ask the service to take no new requests; with `end`, to end those it has with a DrainingError."""
         await self._send(Drain(end))
 
     async def shutdown(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 from tokenizers import Tokenizer
 
-from saguaro.errors import CapacityError, ConfigError, ProtocolError, SaguaroError
+from saguaro.errors import CapacityError, ConfigError, DrainingError, ProtocolError, SaguaroError
 from saguaro.orchestrator.bad_words import encode_bad_words
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.detokenizer import TextStream
@@ -269,16 +269,16 @@ class Service:
                 self._draining = True
                 for request in list(self._requests.values()) if end else []:
                     self._drop(request)
-                    self._send(request.client, Failed(request.number, "CapacityError", _LEAVING))
+                    self._send(request.client, Failed(request.number, DrainingError.__name__, _LEAVING))
             case GetMetrics():
                 self._send(client, Metrics(self._telemetry.text()))
             case Shutdown():
                 self._running = False
 
     def _submit(self, client: bytes, submit: Submit) -> None:
-        """Raises ConfigError or CapacityError naming what is wrong with the request."""
+        """Raises ConfigError, CapacityError or DrainingError naming what is wrong with the request."""
         if self._draining:
-            raise CapacityError(_LEAVING)
+            raise DrainingError(_LEAVING)
         limits = self._config.speculation
         mode = submit.mode or limits.mode
         lookahead = limits.lookahead if submit.lookahead is None else submit.lookahead

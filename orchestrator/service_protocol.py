@@ -39,7 +39,7 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Take no new request; with `end`, those that wait or run end at once with a CapacityError."""
+    """Take no new request; with `end`, those that wait or run end at once with a DrainingError."""
 
     end: bool = False
 

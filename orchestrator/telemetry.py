@@ -12,7 +12,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import Metric
 
-from saguaro.errors import CapacityError, SaguaroError
+from saguaro.errors import CapacityError, DrainingError, SaguaroError
 from saguaro.orchestrator.collapse_alarm import CollapseAlarm
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.draft_link import DraftLink, LinkCounts
@@ -121,7 +121,7 @@ class Telemetry:
         finished = counter("requests_finished", "Requests that have ended, by finish reason", "reason")
         self._finished = {reason: finished.labels(reason) for reason in get_args(FinishReason)}
         refused = counter("requests_refused", "Requests that were refused at once", "reason")
-        self._refused = {reason: refused.labels(reason) for reason in ("invalid", "capacity")}
+        self._refused = {reason: refused.labels(reason) for reason in ("invalid", "capacity", "draining")}
         self._resumed = counter("requests_resumed", "Requests taken over from a service that had died, tokens included")
         structured = counter("structured_requests", "Requests whose answer follows a grammar", "guide")
         self._structured = {guide: structured.labels(guide) for guide in _GUIDES}
@@ -141,7 +141,8 @@ class Telemetry:
                 self._structured[guide].inc()
 
     def refused(self, error: SaguaroError) -> None:
-        self._refused["capacity" if isinstance(error, CapacityError) else "invalid"].inc()
+        reasons = {CapacityError: "capacity", DrainingError: "draining"}
+        self._refused[reasons.get(type(error), "invalid")].inc()
 
     def started(self, seconds: float) -> None:
         """A request takes part in a round for the first time, so long after its submission."""

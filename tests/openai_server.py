@@ -14,8 +14,9 @@ from openai import AsyncOpenAI
 
 from byte_tokenizer import byte_level
 from saguaro.engines.manifest import Manifest
-from saguaro.frontend.openai import Server
-from saguaro.frontend.openai_app import Settings, create_app
+from saguaro.frontend.openai.app import create_app
+from saguaro.frontend.openai.server import Server
+from saguaro.frontend.openai.settings import Settings
 
 MODEL = "tiny"
 CONTEXT = 128

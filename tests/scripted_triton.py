@@ -45,8 +45,15 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     requests: dict[str, Inputs] = field(default_factory=dict)
     stops: dict[str, asyncio.Event] = field(default_factory=dict)
     dead: bool = False  # requests stay without an answer, as those of a model whose process is gone
-    address: str = ""
+    address: str = "127.0.0.1:0"
     server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Once more after a stop: at the same address."""
+        self.server = grpc.aio.server()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port(self.address)}"
+        await self.server.start()
 
     async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
         assert "triton_grpc_error" not in dict(context.invocation_metadata()), "makes the real one crash"
@@ -71,14 +78,11 @@ class ScriptedTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 @asynccontextmanager
 async def scripted_triton(script: Script) -> AsyncIterator[ScriptedTriton]:
     triton = ScriptedTriton(script)
-    server = triton.server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
-    triton.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
+    await triton.start()
     try:
         yield triton
     finally:
-        await server.stop(None)
+        await triton.server.stop(None)
 
 
 def _inputs(request: service_pb2.ModelInferRequest) -> Inputs:

@@ -75,7 +75,10 @@ class Served:
         """Responses of one gRPC request as they come; leaving early cancels it, as far as Triton does."""
         arrived: queue.Queue[Any] = queue.Queue()
         with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc_port}") as client:
-            client.start_stream(callback=lambda result, error: arrived.put(error or result))
+            client.start_stream(
+                callback=lambda result, error: arrived.put(error or result),
+                stream_timeout=2 * PATIENCE,  # closing waits for the server's end of the stream
+            )
             inputs = [tensor(name, value) for name, value in fields.items()]
             client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
             try:

@@ -166,6 +166,7 @@ def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], named: str) 
 
 def test_prompts(tmp_path: Path) -> None:
     assert len(shipped_prompts()) >= 16
+    assert all(isinstance(prompt, str) for prompt in shipped_prompts())
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     assert read_prompts(tmp_path / "prompts.txt") == ("one", "two")
     with pytest.raises(ConfigError, match=r"missing\.txt"):

@@ -192,6 +192,8 @@ async def test_defaults_and_other_forms(engine: Path) -> None:
         assert inputs["guided_decoding_guide_type"] == ["regex"]
         assert inputs["guided_decoding_guide"] == [r"a\.b|c"]
         assert inputs["stop_words"] == ["x"]
+        inputs = await sent("completions", TEXT | {"structured_outputs": {"choice": [""]}})
+        assert inputs["guided_decoding_guide"] == [""]
         nulls = dict.fromkeys(("temperature", "stop", "seed", "n", "max_tokens", "stream", "suffix", "tools"))
         assert (await sent("completions", TEXT | nulls))["temperature"] == [1.0]
 
@@ -330,7 +332,8 @@ async def test_key_size_and_number_of_requests(engine: Path, tmp_path: Path) -> 
             "context_length_exceeded",
             "messages has 9 tokens",
         ),
-        (Refusal("unavailable: the queue is full"), 429, "rate_limit_exceeded", "the queue is full"),
+        (Refusal("overloaded: the queue is full"), 429, "rate_limit_exceeded", "the queue is full"),
+        (Refusal("unavailable: shutting down"), 503, "service_unavailable", "shutting down"),
         (Refusal("internal error: oh"), 500, "internal_error", "the engine failed: oh"),
         (Refusal("", grpc.StatusCode.DEADLINE_EXCEEDED), 504, "deadline_exceeded", "deadline"),
     ],
@@ -352,7 +355,7 @@ def test_errors_of_the_ensemble(engine: Path, refusal: Refusal, status: int, cod
                 with pytest.raises(openai.APIStatusError, match=message) as failed:
                     await client.chat.completions.create(model=MODEL, messages=HELLO, stream=streaming)
                 assert (failed.value.status_code, failed.value.code) == (status, code)
-            assert ("retry-after" in failed.value.response.headers) == (status == 429)
+            assert ("retry-after" in failed.value.response.headers) == (status in (429, 503))
             first = False
             events = await raw_events(server, CHAT | {"stream": True})
             assert json.loads(events[-1])["error"]["code"] == code
@@ -437,6 +440,16 @@ async def test_triton_dies_in_the_middle_of_a_stream_and_comes_back(engine: Path
             await server.client().completions.create(model=MODEL, prompt="a")
         assert failed.value.status_code == 503
         assert failed.value.response.headers["retry-after"] == "5"
+        triton.script = two_words
+        await triton.start()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    answer = await server.client().completions.create(model=MODEL, prompt="a")
+                    break
+                except openai.InternalServerError:
+                    await asyncio.sleep(0.05)
+        assert answer.choices[0].text
 
 
 @in_loop

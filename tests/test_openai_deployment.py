@@ -21,7 +21,7 @@ from openai import OpenAI
 
 from saguaro import LLM, SamplingParams
 from saguaro.orchestrator.plan import service_socket
-from serving import Served
+from serving import MAX_QUEUE, Served
 
 KEY = "a-key-of-a-test"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where do owls live? 🌵"}]
@@ -180,6 +180,19 @@ def test_errors_name_the_field(stack: Stack) -> None:
 FORM_WITHOUT_END = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 
 
+def test_a_full_queue_is_429_and_passes(stack: Stack, served: Served) -> None:
+    more = MAX_QUEUE + 16  # each prompt is a request of its own to the engine
+    with stack.client() as client:
+        with pytest.raises(openai.RateLimitError, match="the queue is full") as refused:
+            client.completions.create(
+                model="tiny", prompt=[f"a {i}" for i in range(more)], max_tokens=200, extra_body={"ignore_eos": True}
+            )
+        assert refused.value.code == "rate_limit_exceeded"
+        assert refused.value.response.headers["retry-after"] == "1"
+        served.until_idle()
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=1).usage.completion_tokens == 1
+
+
 def test_models_health_and_metrics(stack: Stack) -> None:
     with stack.client() as client:
         (model,) = client.models.list().data
@@ -194,7 +207,7 @@ def test_models_health_and_metrics(stack: Stack) -> None:
         200,
         {"status": "ok", "triton": "ok", "service": "ok", "mode": "ssd"},
     )
-    assert 'endpoint="/v1/chat/completions",outcome="ok"' in httpx.get(f"{stack.url}/metrics").text
+    assert 'endpoint="/v1/models",outcome="ok"' in httpx.get(f"{stack.url}/metrics").text
 
 
 def test_sixteen_at_once_and_some_that_leave(stack: Stack, served: Served) -> None:

@@ -1,33 +1,35 @@
 """Whatever is sent, the OpenAI front end answers with a status below 500, and it answers the next request as ever.
 
-`SAGUARO_FUZZ` has the number of examples for each endpoint and kind of input; the soak test asks for many.
+`SAGUARO_FUZZ` has the number of inputs of each test under the marker soak.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
+from fuzzing import AMOUNTS
 from openai_server import MODEL, RunningServer, engine_folder, front_end
-from saguaro.frontend.openai_schema import ChatRequest, CompletionRequest
+from saguaro.frontend.openai.schema import ChatRequest, CompletionRequest
 from scripted_triton import Inputs, ScriptedTriton, chunk, scripted_triton
 
-EXAMPLES = int(os.environ.get("SAGUARO_FUZZ", "100"))
-OPTIONS = settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-)
+OPTIONS = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 
 
 async def answer(triton: ScriptedTriton, name: str, inputs: Inputs) -> AsyncIterator[dict]:
@@ -60,12 +62,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     assert not thread.is_alive()
 
 
+def open_descriptors() -> list[str]:
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(f"{descriptor.name} {descriptor.readlink()}")
+    return found
+
+
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[httpx.Client]:
+    """Afterwards the server answers as ever, and keeps nothing of what it was sent."""
+    httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "a"})  # opens the way to Triton
+    before = open_descriptors()
     with httpx.Client(base_url=server.url, timeout=20) as client:
         yield client
         well = client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
         assert well.json()["choices"][0]["text"] == "text"
+        assert "saguaro_openai_active_requests 0.0" in client.get("/metrics").text.splitlines()
+    deadline = time.monotonic() + 20
+    while (left := server.app.state.endpoints.triton._tasks) or len(open_descriptors()) > len(before):
+        assert time.monotonic() < deadline, (left, before, open_descriptors())
+        time.sleep(0.05)
 
 
 def check(response: httpx.Response) -> None:
@@ -80,19 +98,20 @@ def check(response: httpx.Response) -> None:
         assert response.text.endswith("data: [DONE]\n\n")
 
 
-def test_bodies_made_from_the_schema(server: RunningServer, client: httpx.Client) -> None:
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_bodies_made_from_the_schema(server: RunningServer, client: httpx.Client, amount: int) -> None:
     schema = schemathesis.openapi.from_dict(server.app.openapi()).include(method="POST")
     schema.config.update(base_url=server.url)
     statuses: set[int] = set()
-    for operation in schema.get_all_operations():
-        for mode in GenerationMode:
+    with requests.Session() as session:
+        for operation, mode in itertools.product(schema.get_all_operations(), GenerationMode):
 
-            @settings(OPTIONS, max_examples=EXAMPLES // 5)  # schemathesis is slow
+            @settings(OPTIONS, max_examples=amount // 5)  # of four; schemathesis is slow
             @given(case=operation.ok().as_strategy(generation_mode=mode))
             def run(case: Any) -> None:
                 if isinstance(case.body, dict):
                     case.body["model"] = MODEL
-                response = case.call_and_validate(checks=[not_a_server_error])
+                response = case.call_and_validate(checks=[not_a_server_error], session=session)
                 statuses.add(response.status_code)
 
             run()
@@ -121,8 +140,9 @@ def bodies(model: type) -> st.SearchStrategy[dict]:
 
 
 @pytest.mark.parametrize(("path", "model"), [("chat/completions", ChatRequest), ("completions", CompletionRequest)])
-def test_fields_of_anything(client: httpx.Client, path: str, model: type) -> None:
-    @OPTIONS
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_fields_of_anything(client: httpx.Client, path: str, model: type, amount: int) -> None:
+    @settings(OPTIONS, max_examples=amount)
     @given(body=bodies(model))
     def run(body: dict) -> None:
         check(client.post(f"/v1/{path}", json=body))
@@ -130,10 +150,11 @@ def test_fields_of_anything(client: httpx.Client, path: str, model: type) -> Non
     run()
 
 
-def test_bytes_of_anything(client: httpx.Client) -> None:
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_bytes_of_anything(client: httpx.Client, amount: int) -> None:
     start = json.dumps({"model": MODEL, "prompt": "a"}).encode()
 
-    @OPTIONS
+    @settings(OPTIONS, max_examples=amount)
     @given(data=st.binary(max_size=200), cut=st.integers(0, len(start)), kind=st.sampled_from(["json", "x-other"]))
     def run(data: bytes, cut: int, kind: str) -> None:
         body = start[:cut] + data + start[cut:]

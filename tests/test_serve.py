@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,25 +83,34 @@ def deployment(home: Path, name: str, ports: str = PORTS) -> str:
     return str(file)
 
 
+@contextmanager
+def serving(file: str, log: Path, store: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of `saguaro serve FILE`, which is ready; at the end it is told to stop."""
+    command = [sys.executable, "-m", "saguaro.cli", "serve", file, "--store", str(store)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 200
+        while b"serving: openai" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield process
+    finally:
+        print(log.read_text())  # noqa: T201 - shown when a test fails
+        if process.poll() is None:
+            process.terminate()
+            process.wait(120)
+
+
 @pytest.fixture(scope="module")
 def served(home: Path, store: Path) -> Iterator[Served]:
     before = leftovers()
     log = home / "serve.log"
-    command = [sys.executable, "-m", "saguaro.cli", "serve", deployment(home, "served"), "--store", str(store)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 200
-    while b"serving: openai" not in log.read_bytes():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
-    served = Served(process, log, [])
-    served.answers.extend(tokens for tokens, _ in asyncio.run(all_streams(served.state()["addresses"]["http"])))
-    yield served
-    print(log.read_text())  # noqa: T201 - shown when a test fails
-    if process.poll() is None:
-        process.terminate()
-        process.wait(120)
+    with serving(deployment(home, "served"), log, store) as process:
+        served = Served(process, log, [])
+        served.answers.extend(tokens for tokens, _ in asyncio.run(all_streams(served.state()["addresses"]["http"])))
+        yield served
     assert leftovers() - before == set(), log.read_text()
 
 
@@ -152,6 +162,17 @@ async def until_health(url: str, *wanted: str) -> dict[str, Any]:
             await asyncio.sleep(0.05)
 
 
+async def complete(openai: str) -> tuple[int, Mapping[str, str], dict[str, Any]]:
+    """Status, headers and JSON of a completion of four tokens."""
+    body = {"model": "served", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        asyncio.timeout(60),
+        session.post(f"{openai}/completions", json=body) as answer,
+    ):
+        return answer.status, answer.headers, await answer.json()
+
+
 def test_status_health_and_metrics_of_what_runs(served: Served) -> None:
     state = served.state()
     assert state["status"] == "ok"
@@ -181,10 +202,18 @@ def test_status_health_and_metrics_of_what_runs(served: Served) -> None:
 @in_loop
 async def test_a_dead_rank_costs_no_token(role: str, served: Served) -> None:
     addresses = served.state()["addresses"]
-    results = await all_streams(
-        addresses["http"], lambda: os.kill(served.victim(RANK, f" {role} ".encode()), signal.SIGKILL)
-    )
-    assert results == [(tokens, None) for tokens in served.answers]
+    victim = served.victim(RANK, f" {role} ".encode())
+    streams = asyncio.create_task(all_streams(addresses["http"], lambda: os.kill(victim, signal.SIGKILL)))
+    if role == "draft":
+        health = await until_health(addresses["health"], "degraded")
+        assert {name: part["state"] for name, part in health["parts"].items()} == {
+            "target": "ready", "draft": "away", "triton": "ready", "openai": "ready",
+        }  # fmt: skip
+        front_end = addresses["openai"].removesuffix("/v1")
+        assert (await until_health(f"{front_end}/health", "degraded"))["mode"] == "ar"
+        status, _, answer = await complete(addresses["openai"])
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
+    assert await streams == [(tokens, None) for tokens in served.answers]
     health = await until_health(addresses["health"], "ok")
     assert health["parts"][role]["restarts"] == 1
     assert health["parts"]["triton"]["restarts"] == 0
@@ -219,13 +248,11 @@ async def test_a_dead_front_end_leaves_triton_alone(served: Served) -> None:
     assert await all_streams(addresses["http"], lambda: os.kill(state["parts"]["openai"]["pid"], signal.SIGKILL)) == [
         (tokens, None) for tokens in served.answers
     ]
-    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+    async with asyncio.timeout(60):
         while (await until_health(addresses["health"], "ok"))["parts"]["openai"]["restarts"] == 0:
             await asyncio.sleep(0.05)
-        body = {"model": "served", "prompt": "hello", "max_tokens": 4}
-        async with session.post(f"{addresses['openai']}/completions", json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            assert (await answer.json())["usage"]["completion_tokens"] == 4
+    status, _, answer = await complete(addresses["openai"])
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
 
 
 @in_loop
@@ -237,6 +264,10 @@ async def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served: 
         refused, error = await stream(session, addresses["http"], 0, [0])
     assert not refused
     assert error is not None
+    assert "shutting down" in error
+    status, headers, answer = await complete(addresses["openai"])
+    assert (status, headers["retry-after"], answer["error"]["code"]) == (503, "5", "service_unavailable")
+    assert "shutting down" in answer["error"]["message"]
     assert await streams == [(tokens, None) for tokens in served.answers]
     assert await asyncio.to_thread(served.process.wait, 120) == 0
     assert "stopped" in served.log.read_text().splitlines()[-1]

@@ -22,7 +22,7 @@ import zmq
 from byte_tokenizer import byte_level
 from conftest import in_loop
 from saguaro.engines.scripted import ScriptedEngine, markov_table
-from saguaro.errors import CapacityError, ConfigError, LinkError
+from saguaro.errors import CapacityError, ConfigError, DrainingError, LinkError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.grammar import Grammars, GrammarState
@@ -418,7 +418,7 @@ async def test_a_draining_service_finishes_what_it_has_and_takes_nothing_new(soc
         stream = client.stream([0], ENDLESS)
         first = await anext(stream)
         await client.drain()
-        with pytest.raises(CapacityError, match="shutting down"):
+        with pytest.raises(DrainingError, match="shutting down"):
             await tokens(client, [1])
         assert first.tokens + [token async for event in stream for token in event.tokens] == alone
 
@@ -432,7 +432,7 @@ def test_draining_at_once_ends_what_runs_with_the_reason(tmp_path: Path) -> None
                 await asyncio.sleep(0.01)
             await client.drain(end=True)
             for ended in await asyncio.gather(*waiting, return_exceptions=True):
-                assert isinstance(ended, CapacityError)
+                assert isinstance(ended, DrainingError)
                 assert "shutting down" in str(ended)
             status = await client.status()
             assert (status.running, status.waiting, status.free_target_blocks) == (0, 0, status.target_blocks)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from harness import Pair
 from saguaro.engines.scripted import ScriptedEngine, markov_table
-from saguaro.errors import CapacityError, ConfigError
+from saguaro.errors import CapacityError, ConfigError, DrainingError
 from saguaro.orchestrator.collapse_alarm import CollapseAlarm
 from saguaro.orchestrator.config import DeploymentConfig, FanOutConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.histogram import Histogram
@@ -172,6 +172,7 @@ def test_requests_are_counted_by_how_they_end() -> None:
     telemetry.submitted(SamplingParams(), prompt=5, delivered=2)
     telemetry.refused(ConfigError("bad"))
     telemetry.refused(CapacityError("full"))
+    telemetry.refused(DrainingError("later"))
     telemetry.started(0.02)
     telemetry.emitted(1, 0.2, first=True)
     telemetry.emitted(4, 0.2, first=False)
@@ -180,7 +181,8 @@ def test_requests_are_counted_by_how_they_end() -> None:
     assert rig["saguaro_prompt_tokens_total"] == 12
     assert rig["saguaro_generated_tokens_total"] == 5
     assert (rig["saguaro_requests_resumed_total"], rig['saguaro_structured_requests_total{guide="regex"}']) == (1, 1)
-    assert [rig[f'saguaro_requests_refused_total{{reason="{why}"}}'] for why in ("invalid", "capacity")] == [1, 1]
+    refused = [rig[f'saguaro_requests_refused_total{{reason="{why}"}}'] for why in ("invalid", "capacity", "draining")]
+    assert refused == [1, 1, 1]
     ends = [rig[f'saguaro_requests_finished_total{{reason="{why}"}}'] for why in ("stop", "length", "cancelled")]
     assert ends == [1, 0, 1]
     assert rig['saguaro_time_to_first_token_seconds_bucket{le="0.1"}'] == 0

@@ -17,17 +17,18 @@ from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
 from byte_tokenizer import byte_level
-from saguaro.errors import CapacityError, ConfigError, LinkError
+from fuzzing import MANY
+from saguaro.errors import CapacityError, ConfigError, DrainingError, LinkError
 from saguaro.llm import build_engines
 from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.service_protocol import Submit, Tokens, decode_command, encode
 from saguaro.orchestrator.types import SamplingParams, TokenLogprobs
 from saguaro.triton_repo.answers import Answer, to_tensors
 from saguaro.triton_repo.decoder import Decoder
-from saguaro.triton_repo.fields import MAX_LIST, MAX_WORD, check_parameters
+from saguaro.triton_repo.fields import MAX_LIST, MAX_WORD, check_parameters, id_of
 from saguaro.triton_repo.prompt import PromptReader
 from saguaro.triton_repo.repository import render, write_repository
-from saguaro.triton_repo.request import Request, code_of, read_request
+from saguaro.triton_repo.request import Request, code_of, message_of, read_request
 from saguaro.triton_repo.tensors import ENSEMBLE, OPTIONS, SSD, TensorSpec
 from saguaro.triton_repo.token_text import TokenText
 from serving import array
@@ -180,14 +181,23 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
 
 def test_parameters_that_nobody_reads_are_refused() -> None:
     check_parameters("")
+    assert id_of("", "") == id_of("", '{"timeout": 3}') == ""
+    assert id_of("a", '{"id": "b"}') == "a"
+    assert id_of("", '{"id": "b"}') == "b"
+    with pytest.raises(ConfigError, match="id must be a string, got 3"):
+        id_of("", '{"id": 3}')
+    check_parameters('{"id": "b"}')
     check_parameters('{"triton_enable_empty_final_response": true, "sequence_id": 1}')
     with pytest.raises(ConfigError, match="temperatur is not a field"):
         read({}, '{"temperatur": 0.5}')
 
 
 def test_the_code_of_an_error() -> None:
-    assert [code_of(kind("")) for kind in (ConfigError, CapacityError, LinkError, ValueError)] == [
-        "INVALID_ARG", "UNAVAILABLE", "INTERNAL", "INTERNAL",
+    assert [code_of(kind("")) for kind in (ConfigError, CapacityError, DrainingError, LinkError)] == [
+        "INVALID_ARG", "UNAVAILABLE", "UNAVAILABLE", "INTERNAL",
+    ]  # fmt: skip
+    assert [message_of(kind("x")) for kind in (ConfigError, CapacityError, DrainingError, LinkError, ValueError)] == [
+        "x", "overloaded: x", "unavailable: x", "internal error: x", "internal error: ValueError: x",
     ]  # fmt: skip
 
 
@@ -235,7 +245,7 @@ def test_any_tensors_are_read_or_refused(fields: dict[str, Any], swapped: bool) 
 
 
 @pytest.mark.soak
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=MANY, deadline=None)
 @given(fuzzed_fields, st.booleans())
 def test_many_more_tensors_are_read_or_refused(fields: dict[str, Any], swapped: bool) -> None:
     check_reading(fields, swapped)

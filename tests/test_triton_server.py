@@ -21,6 +21,7 @@ import tritonclient.grpc as grpc
 from hypothesis import given, settings
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from fuzzing import AMOUNTS
 from saguaro.errors import LaunchError
 from saguaro.orchestrator.types import SamplingParams
 from saguaro.triton_repo.server import TritonServer
@@ -179,6 +180,16 @@ def test_stop_cancels_by_request_id_through_the_ensemble(served: Served) -> None
         assert served.llm.status().running == 1, "a request without an id is nobody's to cancel"
     served.until_idle()
 
+    def stop() -> None:
+        while not served.llm.status().running:
+            time.sleep(0.01)
+        assert served.post("generate_stream", {"id": names[0], "stop": True}, SSD.name) == (200, [])
+
+    ask = long | {"stream": True, "id": names[0]}
+    (status, events), _ = at_once([lambda: served.post("generate_stream", ask), stop])
+    assert (status, events[-1]["finish_reason"]) == (200, "cancelled")
+    served.until_idle()
+
 
 def test_a_client_for_nvidias_ensemble(served: Served) -> None:
     """Tensors as the clients in NVIDIA's TensorRT-LLM backend make them: [1, 1], words as [1, n]; text read at [0]."""
@@ -320,8 +331,9 @@ def check_fuzzed(served: Served, some: dict[str, Any]) -> None:
     )
 
 
-def test_any_tensors_are_answered_or_refused(served: Served) -> None:
-    @settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_any_tensors_are_answered_or_refused(served: Served, amount: int) -> None:
+    @settings(max_examples=amount, deadline=None)
     @given(fuzzed_fields)
     def fuzz(some: dict[str, Any]) -> None:
         check_fuzzed(served, some)
@@ -329,12 +341,6 @@ def test_any_tensors_are_answered_or_refused(served: Served) -> None:
     fuzz()
     served.until_idle()
     assert served.loop.run(served.server.trouble()) is None
-
-
-@pytest.mark.soak
-def test_many_more_tensors_are_answered_or_refused(served: Served) -> None:
-    settings(max_examples=5000, deadline=None)(given(fuzzed_fields)(lambda some: check_fuzzed(served, some)))()
-    served.until_idle()
 
 
 # --- the launcher ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from saguaro.orchestrator.loop_thread import LoopThread
 from saguaro.orchestrator.service_protocol import Tokens
 from saguaro.orchestrator.types import SamplingParams
 from saguaro.triton_repo.answers import Answer, Part, to_tensors
-from saguaro.triton_repo.fields import Fields
+from saguaro.triton_repo.fields import Fields, id_of
 from saguaro.triton_repo.request import Request, in_tensor_names, read_request
 from saguaro.triton_repo.tensors import SSD
 
@@ -84,6 +84,7 @@ class Decoder:
     def submit(self, request_id: str, inputs: Mapping[str, NDArray[Any]], parameters: str, sink: Sink) -> None:
         """Start a request, or with the input `stop` cancel the one of this id. `inputs` are not kept."""
         try:
+            request_id = id_of(request_id, parameters)
             if Fields(SSD.inputs, inputs).flag("stop"):
                 self._loop.post(self._stop, request_id, sink)
             else:

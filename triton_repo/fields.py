@@ -18,6 +18,7 @@ MAX_TEXT = 2**20  # bytes of a text, prompts apart
 # Keys that Triton's own clients and front ends put beside the tensors.
 _TRITON_PARAMETERS = {
     "binary_data_output",
+    "id",  # see id_of
     "sequence_end",
     "sequence_id",
     "sequence_start",
@@ -81,6 +82,16 @@ class Fields:
             return data.decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name} must be UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def id_of(request_id: str, parameters: str) -> str:
+    """The request's id. Triton 24.10 takes the key `id` of a JSON request for a parameter (`parameters`, JSON)."""
+    if request_id or not parameters:
+        return request_id
+    given = msgspec.json.decode(parameters).get("id", "")
+    if not isinstance(given, str):
+        raise ConfigError(f"id must be a string, got {given!r}")
+    return given
 
 
 def check_parameters(text: str) -> None:

@@ -33,6 +33,12 @@ _FIXED = {
     "return_generation_logits": (False, "logits are not kept; see return_log_probs and logprobs"),
     "return_perf_metrics": (False, "the figures of a request are in the output stats"),
 }
+# By type of error: Triton's code, and how the message begins. Triton has no code for a full queue alone.
+_KINDS = {
+    "ConfigError": ("INVALID_ARG", ""),
+    "CapacityError": ("UNAVAILABLE", "overloaded: "),
+    "DrainingError": ("UNAVAILABLE", "unavailable: "),
+}
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,7 @@ def in_tensor_names(error: ConfigError) -> ConfigError:
 
 def code_of(error: Exception) -> str:
     """The name of Triton's error code for an error."""
-    codes = {"ConfigError": "INVALID_ARG", "CapacityError": "UNAVAILABLE"}
-    return codes.get(type(error).__name__, "INTERNAL")
+    return _kind(error)[0]
 
 
 def message_of(error: Exception) -> str:
@@ -107,9 +112,13 @@ def message_of(error: Exception) -> str:
 
     Triton's streams lose the code of an error: what is not the request's fault says so by how it begins.
     """
-    kind = {"INVALID_ARG": "", "UNAVAILABLE": "unavailable: "}.get(code_of(error), "internal error: ")
-    text = f"{kind}{error}" if isinstance(error, SaguaroError) else f"{kind}{type(error).__name__}: {error}"
+    begin = _kind(error)[1]
+    text = f"{begin}{error}" if isinstance(error, SaguaroError) else f"{begin}{type(error).__name__}: {error}"
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} …"
+
+
+def _kind(error: Exception) -> tuple[str, str]:
+    return _KINDS.get(type(error).__name__, ("INTERNAL", "internal error: "))
 
 
 def _sampling(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from saguaro.errors import SaguaroError
-from saguaro.frontend.openai_triton import Triton
+from saguaro.frontend.openai.triton import Triton
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.types import Mode
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from saguaro.frontend.openai_errors import ApiError, overloaded
-from saguaro.frontend.openai_metrics import Metrics, outcome
+from saguaro.frontend.openai.errors import ApiError, overloaded
+from saguaro.frontend.openai.metrics import Metrics, outcome
 
 _BODY_S = 60.0  # within which a body has to arrive
 _CLOSE = {"connection": "close"}

@@ -18,7 +18,7 @@ from tritonclient.grpc import InferInput, InferResult
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from saguaro.frontend.openai_errors import ApiError, down, from_triton, internal
+from saguaro.frontend.openai.errors import ApiError, down, from_triton, internal
 
 _log = logging.getLogger(__name__)
 _MARGIN = 10.0  # seconds the engine gets beyond a request's time to hand over what it has
@@ -34,7 +34,11 @@ _OPTIONS = [
 ]
 # How the messages of errors begin that are not the request's fault. In a stream they come without a code: the header
 # that asks for one (triton_grpc_error) makes Triton 24.10 crash.
-_CODES = {"unavailable: ": grpc.StatusCode.UNAVAILABLE, "internal error: ": grpc.StatusCode.INTERNAL}
+_CODES = {
+    "overloaded: ": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unavailable: ": grpc.StatusCode.UNAVAILABLE,
+    "internal error: ": grpc.StatusCode.INTERNAL,
+}
 
 
 _ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")

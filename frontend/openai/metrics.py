@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from saguaro.frontend.openai_triton import Chunk
+from saguaro.frontend.openai.triton import Chunk
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OUTCOMES = {

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from saguaro.frontend.openai_triton import Chunk
+from saguaro.frontend.openai.triton import Chunk
 
 
 async def merge(streams: Sequence[AsyncGenerator[Chunk, None]], answers: int) -> AsyncGenerator[Chunk, None]:

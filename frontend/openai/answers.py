@@ -11,9 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from saguaro.frontend.openai_errors import ApiError, down
-from saguaro.frontend.openai_schema import ChatRequest, CompletionRequest, Generation
-from saguaro.frontend.openai_triton import Chunk
+from saguaro.frontend.openai.errors import ApiError, down
+from saguaro.frontend.openai.schema import ChatRequest, CompletionRequest, Generation
+from saguaro.frontend.openai.triton import Chunk
 
 _FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length"}  # the latter were cut short by a limit, too
 

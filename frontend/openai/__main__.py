@@ -7,43 +7,21 @@ say. SIGTERM and SIGINT: no new connections, answers under way are finished with
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 
 from saguaro.errors import ConfigError, LaunchError, SaguaroError
-from saguaro.frontend.openai_app import Settings, create_app
+from saguaro.frontend.openai.app import create_app
+from saguaro.frontend.openai.server import Server
+from saguaro.frontend.openai.settings import Settings
 
 _log = logging.getLogger("saguaro")
 _LAST_WORDS_S = 2.0  # for the errors that end what the grace period did not suffice for
-
-
-class Server(uvicorn.Server):
-    """Says the address it listens on, and ends in good order."""
-
-    def __init__(self, config: uvicorn.Config, grace_s: float) -> None:
-        super().__init__(config)
-        self._grace_s = grace_s
-
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        await super().startup()
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        _log.warning("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
-
-    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        asyncio.get_running_loop().call_later(self._grace_s, self.config.app.state.endpoints.triton.end_streams)  # type: ignore[union-attr]
-        await super().shutdown()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Not uvicorn's, which would raise the signal once more at the end, and exit with its number."""
-        self.force_exit = self.should_exit and sig == 2
-        self.should_exit = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,8 +51,7 @@ def internal(message: str) -> ApiError:
 def from_triton(code: grpc.StatusCode, details: str, *, alive: bool, names: Mapping[str, str]) -> ApiError:
     """Triton's refusal or failure as a client of OpenAI's interface knows it.
 
-    A full queue and a server that cannot be reached have the same code, and a model whose process has died is reported
-    like a wrong request: whether the model is `alive`, asked afterwards, tells them apart.
+    A model whose process has died is reported like a wrong request: whether it is `alive`, asked afterwards, tells.
     `names` has the request's field for the tensor that a message begins with.
     """
     message = details or code.name
@@ -72,7 +71,9 @@ def from_triton(code: grpc.StatusCode, details: str, *, alive: bool, names: Mapp
         )
     if not alive:
         return down("the model cannot be reached at the moment; it is being restarted: try again")
-    return overloaded(message) if code is grpc.StatusCode.UNAVAILABLE else internal(f"the engine failed: {message}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return overloaded(message)
+    return down(message) if code is grpc.StatusCode.UNAVAILABLE else internal(f"the engine failed: {message}")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], fields: Collection[str]) -> ApiError:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tritonclient.grpc import InferInput
 
 from saguaro.errors import ConfigError
-from saguaro.frontend.openai_errors import ApiError, field_of
-from saguaro.frontend.openai_schema import FIELDS, ChatRequest, CompletionRequest, Generation
+from saguaro.frontend.openai.errors import ApiError, field_of
+from saguaro.frontend.openai.schema import FIELDS, ChatRequest, CompletionRequest, Generation
 from saguaro.orchestrator.types import SamplingParams
 
 _COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint; a chat goes on to the end of the context
@@ -210,5 +210,5 @@ def _guide(body: Generation) -> dict[str, Any]:
             raise ConfigError(
                 "structured_outputs must have one of json, regex, grammar, choice, beside no other format"
             )
-        guide = {"regex": choice} if choice else chosen
+        guide = {"regex": choice} if choice is not None else chosen
     return guide
