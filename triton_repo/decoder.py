@@ -122,11 +122,12 @@ class Decoder:
 
     async def _serve(self, running: _Running) -> None:
         request = running.request
-        prompt = self._tokenizer.decode(request.prompt, skip_special_tokens=True) if request.echo else ""
-        samples = request.params.samples()
-        answers = [Answer(index, params, self._tokenizer, prompt) for index, params in enumerate(samples)]
-        pumps = [asyncio.create_task(self._pump(running, index, params)) for index, params in enumerate(samples)]
-        try:
+        pumps: list[asyncio.Task[None]] = []
+        try:  # whatever happens, the request gets an answer: nobody else would give it one
+            prompt = self._tokenizer.decode(request.prompt, skip_special_tokens=True) if request.echo else ""
+            samples = request.params.samples()
+            answers = [Answer(index, params, self._tokenizer, prompt) for index, params in enumerate(samples)]
+            pumps += [asyncio.create_task(self._pump(running, index, params)) for index, params in enumerate(samples)]
             while left := [answer for answer in answers if answer.finish_reason is None]:
                 item = await running.queue.get()
                 if isinstance(item, Exception):

@@ -73,6 +73,8 @@ def read_request(
             f"the prompt has {length} tokens and the context holds {max_model_len}, of which at least one is for the "
             "answer: shorten the prompt or raise max_model_len in the target's recipe"
         )
+    if length and (lowest := inputs["input_ids"].min()) < 0:
+        raise ConfigError(f"input_ids must be token ids, from 0 on, got {lowest}")
     mode = fields.text("speculation_mode") if fields.has("speculation_mode") else None
     if mode is not None and mode not in get_args(Mode):
         raise ConfigError(f"speculation_mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
