@@ -125,7 +125,7 @@ class Decoder:
     async def _serve(self, running: _Running) -> None:
         request = running.request
         pumps: list[asyncio.Task[None]] = []
-        try:
+        try:  # whatever happens, the request gets an answer: nobody else would give it one
             prompt = self._tokenizer.decode(request.prompt, skip_special_tokens=True) if request.echo else ""
             samples = request.params.samples()
             answers = [Answer(index, params, self._tokenizer, prompt) for index, params in enumerate(samples)]
