@@ -192,14 +192,6 @@ def test_parameters_that_nobody_reads_are_refused() -> None:
         read({}, '{"temperatur": 0.5}')
 
 
-def test_a_negative_token_id_is_refused() -> None:
-    with pytest.raises(ConfigError, match="input_ids must be token ids of 0 or more, got -3"):
-        read_request({name: array(_SPECS[name], value) for name, value in _NEGATIVE.items()}, "", TOKENIZER, MAX_LEN)
-
-
-_NEGATIVE = {"input_ids": [5, -3], "max_tokens": 1}
-
-
 def test_the_code_of_an_error() -> None:
     assert [code_of(kind("")) for kind in (ConfigError, CapacityError, DrainingError, LinkError)] == [
         "INVALID_ARG", "UNAVAILABLE", "UNAVAILABLE", "INTERNAL",
