@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,12 +20,27 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; interrupted, it takes the work down with it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """The result of `work`; interrupted, it takes the work down with it.
+
+        Waits in a SimpleQueue, which is C all through: an exception that a signal handler raises inside the locks of a
+        Future would leave them held, and the loop waiting for them for ever.
+        """
+        tasks: list[asyncio.Task[T]] = []
+        done: SimpleQueue[asyncio.Task[T]] = SimpleQueue()
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(done.put)
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            return done.get().result()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(cancel)  # after `start`; nothing if it has ended
             raise
 
     def post(self, call: Callable[..., object], *arguments: object) -> None:
