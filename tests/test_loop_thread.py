@@ -21,12 +21,13 @@ loop, draw, rung = LoopThread(), random.Random(0), 0
 for _ in range(1000):
     try:
         signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 3e-4))
-        for _ in range(50):
-            loop.run(asyncio.sleep(0))
+        try:
+            for _ in range(50):
+                loop.run(asyncio.sleep(0))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except Alarm:
         rung += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     assert loop.run(asyncio.sleep(0, "well")) == "well"
 loop.close()
 print(rung > 100)
