@@ -107,6 +107,8 @@ def top(url: str, *, interval: float, once: bool, as_json: bool) -> None:
     view = Top(url)
     frame = view.frame()
     console = Console()
+    if not console.is_terminal:
+        console.width = 120  # in a file nothing says how wide it is, and rich's 80 are too few
     if once or as_json:
         time.sleep(interval)
         frame = view.frame()
