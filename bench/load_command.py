@@ -73,7 +73,10 @@ def load(
     if as_json:
         Console().print_json(data=[asdict(point) for point in points])
     else:
-        Console().print(_table(points))
+        table = Console()
+        if not table.is_terminal:
+            table.width = 140  # in a file nothing says how wide it is
+        table.print(_table(points))
         console.print(f"written to {out}")
 
 
