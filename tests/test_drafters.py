@@ -181,6 +181,22 @@ def test_memory_stays_below_its_cap_and_works_after_forgetting() -> None:
 # Random
 
 
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+@pytest.mark.parametrize("kept", [1, 2, 5, 11])
+def test_i22_a_text_that_is_rolled_back_is_looked_up_as_it_is_now(name: Backup, kept: int) -> None:
+    """The context loses its end in the middle of a generation and goes on otherwise: what was looked up is gone."""
+    long = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2]
+    rolled = [*long[:kept], 2, 1]
+    found = drafter(name)
+    after_miss(found, long)
+    tokens = after_miss(found, rolled)
+    assert len(tokens) <= 3
+    assert set(tokens) <= set(range(len(DRAFT)))
+    if name == "ngram":  # knows nothing but the text as it is
+        assert tokens == after_miss(drafter(name), rolled)
+        assert after_miss(found, long) == after_miss(drafter(name), long)
+
+
 def test_random_tokens_are_ordinary_ones_and_repeat_with_the_seed() -> None:
     found = RandomDrafter(TokenMemory(400, BLOCK), [3, 5, 8])
     tokens = after_miss(found, [1, 2, 3], lookahead=30)
