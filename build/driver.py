@@ -51,7 +51,11 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
         if _is_complete(directory):
             return directory
         with _staging(directory, store) as staging:
-            _build_pytorch(recipe, paths, staging, _source_sha256(recipe, store), progress)
+            source = _source_sha256(recipe, store)
+            if recipe.simulated is not None:
+                _build_simulated(recipe, staging, source)
+            else:
+                _build_pytorch(recipe, paths, staging, source, progress)
     log.info("%s is built in %s", recipe.name, directory)
     return directory
 
@@ -62,8 +66,8 @@ def engine_directory(recipe: Recipe, store: Path) -> Path:
 
 
 def _source_sha256(recipe: Recipe, store: Path) -> str:
-    if recipe.tiny is not None:
-        return hashlib.sha256(json.dumps(dataclasses.asdict(recipe.tiny), sort_keys=True).encode()).hexdigest()
+    if made := recipe.tiny or recipe.simulated:
+        return hashlib.sha256(json.dumps(dataclasses.asdict(made), sort_keys=True).encode()).hexdigest()
     return source_sha256(str(recipe.model), store)
 
 
@@ -81,6 +85,12 @@ def _build_pytorch(recipe: Recipe, paths: list[Path], staging: Path, source: str
     with bar as advance:
         work.write(staging, source, advance)
     log.info("built %s, %s, in %.0f s", recipe.name, size_text(work.size), time.monotonic() - started)
+
+
+def _build_simulated(recipe: Recipe, staging: Path, source: str) -> None:
+    from saguaro.build.simulated import write
+
+    write(recipe, staging, source)
 
 
 def _is_complete(directory: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from saguaro.build.models import CATALOGUE
 from saguaro.engines.manifest import FORMAT, Dtype, EngineName
+from saguaro.engines.profile import Profile
 from saguaro.engines.schema import nearest, read_yaml
 from saguaro.errors import ConfigError
 
@@ -52,6 +53,15 @@ class Tiny:
 
 
 @dataclass(frozen=True)
+class Simulated:
+    """No model at all: forwards wait as long as a device would. Target and draft share vocabulary, limit and seed."""
+
+    profile: Profile
+    vocab_size: int = 500  # ids of the tokenizer
+    max_model_len: int = 8192
+
+
+@dataclass(frozen=True)
 class TrtllmOptions:
     """Limits a TensorRT-LLM engine is compiled for."""
 
@@ -76,12 +86,13 @@ class TensorrtOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build. Exactly one of `model` and `tiny` says from what."""
+    """What to build. Exactly one of `model`, `tiny` and `simulated` says from what."""
 
     name: str
     engine: EngineName
     model: str | None = None  # of the catalogue, a hub id, or a path (relative to the recipe)
     tiny: Tiny | None = None
+    simulated: Simulated | None = None
     dtype: Dtype = "bfloat16"
     tp: int = 1
     max_model_len: int | None = None  # tokens; the model's own if not given
@@ -91,8 +102,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise ConfigError(f"name must be letters, digits, '.', '_' and '-', got {self.name!r}")
-        if (self.model is None) == (self.tiny is None):
-            raise ConfigError("exactly one of model and tiny must be given")
+        if [self.model, self.tiny, self.simulated].count(None) != 2:
+            raise ConfigError("exactly one of model, tiny and simulated must be given")
+        if (self.simulated is not None) != (self.engine == "simulated"):
+            raise ConfigError(f"engine must be simulated for a `simulated:` section, and only then, got {self.engine}")
         if self.tp < 1:
             raise ConfigError(f"tp must be at least 1, got {self.tp}")
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -55,7 +55,7 @@ class TinyWeights:
 
     def __init__(self, tiny: Tiny) -> None:
         self._tiny = tiny
-        self._tokenizer = _train(tiny.vocab_size)
+        self._tokenizer = tiny_tokenizer(tiny.vocab_size)
         begin, _, end = (self._tokenizer.token_to_id(token) for token in _SPECIAL)
         self.config: Any = AutoConfig.for_model(
             tiny.family,
@@ -86,16 +86,7 @@ class TinyWeights:
         return drawn.to(dtype)
 
     def write_tokenizer(self, directory: Path) -> None:
-        begin, _, end = _SPECIAL
-        save_tokenizer(
-            self._tokenizer,
-            directory,
-            bos_token=begin,
-            eos_token=end,
-            pad_token=begin,
-            chat_template=_CHAT_TEMPLATE,
-            model_max_length=self._tiny.max_model_len,
-        )
+        write_tiny_tokenizer(self._tokenizer, directory, self._tiny.max_model_len)
 
     def _distribution(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a tensor's values."""
@@ -116,7 +107,20 @@ class TinyWeights:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def _train(vocab_size: int) -> Tokenizer:
+def write_tiny_tokenizer(tokenizer: Tokenizer, directory: Path, max_model_len: int) -> None:
+    begin, _, end = _SPECIAL
+    save_tokenizer(
+        tokenizer,
+        directory,
+        bos_token=begin,
+        eos_token=end,
+        pad_token=begin,
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=max_model_len,
+    )
+
+
+def tiny_tokenizer(vocab_size: int) -> Tokenizer:
     """Byte-level BPE of exactly this many ids, special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:  # whoever reads a manifest needs no torch
     from saguaro.engines.base import Engine
 
 # Name in the manifest -> module:class. The class has `load(directory, **options) -> Engine`.
-ENGINES: Mapping[str, str] = MappingProxyType({"pytorch": "saguaro.engines.pytorch:PytorchEngine"})
+ENGINES: Mapping[str, str] = MappingProxyType(
+    {"pytorch": "saguaro.engines.pytorch:PytorchEngine", "simulated": "saguaro.engines.simulated:SimulatedEngine"}
+)
 
 
 def load_engine(directory: Path, *, deterministic: bool = False, **options: Any) -> Engine:

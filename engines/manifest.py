@@ -24,7 +24,7 @@ FORMAT = 1
 FILE = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
-EngineName = Literal["pytorch", "trtllm", "tensorrt"]
+EngineName = Literal["pytorch", "trtllm", "tensorrt", "simulated"]
 Dtype = Literal["float32", "bfloat16", "int8"]
 
 

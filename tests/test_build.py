@@ -674,7 +674,7 @@ def test_shipped_recipes_can_be_read() -> None:
     [
         ("name: a\nengine: pytorch\nmodle: b\n", "modle: unknown key (did you mean model?)"),
         ("name: a\nengine: pytorhc\nmodel: b\n", "one of pytorch, trtllm, tensorrt"),
-        ("name: a\nengine: pytorch\n", "exactly one of model and tiny"),
+        ("name: a\nengine: pytorch\n", "exactly one of model, tiny and simulated"),
         ("name: a/b\nengine: pytorch\nmodel: b\n", "name must be letters"),
         ("name: a\nengine: pytorch\nmodel: b\ntp: 0\n", "tp must be at least 1"),
         ("name: a\nengine: pytorch\nmodel: b\ndtype: fp4\n", "one of float32, bfloat16, int8"),

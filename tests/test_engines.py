@@ -22,8 +22,10 @@ from saguaro.engines.base import Engine, causal_batch, fan_out_batch
 from saguaro.engines.int8 import ACTIVATION_LEVELS, Int8Linear, quantise_linears, quantise_weight, weight_levels
 from saguaro.engines.kv_pool import available_memory, kv_bytes_per_block
 from saguaro.engines.linears import PackedLinear
+from saguaro.engines.profile import Agreement, Profile
 from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
 from saguaro.engines.scripted import ScriptedEngine, markov_table
+from saguaro.engines.simulated import SimulatedEngine
 from saguaro.errors import CapacityError, EngineError, ModelError
 from saguaro.plugins.fan_out import FanOut
 from tiny_models import FAMILIES, VOCAB_ROWS, save_engine, tiny_model
@@ -56,6 +58,12 @@ def scripted() -> Subject:
     return Subject(ScriptedEngine(table, 11, MAX_LEN, BLOCK, BLOCKS), 0.0)
 
 
+def simulated() -> Subject:
+    profile = Profile({1: 0.0}, Agreement(0.8, 0.4, 0.6))
+    sizes = {"vocab_size": VOCAB, "max_model_len": MAX_LEN, "block_size": BLOCK, "num_blocks": BLOCKS}
+    return Subject(SimulatedEngine(profile, first=3, **sizes), 0.0)
+
+
 def pytorch(model: Any) -> PytorchEngine:
     engine = PytorchEngine(model, vocab_size=VOCAB, max_model_len=MAX_LEN, block_size=BLOCK, num_blocks=BLOCKS)
     for pool in (*engine._pool.keys, *engine._pool.values):
@@ -77,6 +85,7 @@ def bfloat16_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "scripted": scripted,
+    "simulated": simulated,
     **{f"{f}-float32": lambda f=f: Subject(pytorch(tiny_model(f)), 1e-5) for f in FAMILIES},
     **{f"{f}-float64": lambda f=f: Subject(pytorch(tiny_model(f, torch.float64)), 1e-12) for f in FAMILIES},
     "qwen2-int8": lambda: int8("qwen2"),
