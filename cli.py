@@ -1,4 +1,4 @@
-"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | simulate.
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | simulate.
 
 Heavy imports wait for the command that needs them.
 """
@@ -184,6 +184,26 @@ def _load(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         window=arguments.window,
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from saguaro.bench.speed_command import bench
+
+    bench(
+        arguments.deployment,
+        _store(arguments),
+        out=Path(arguments.out),
+        prompts=Path(arguments.prompts) if arguments.prompts else None,
+        as_json=arguments.json,
+        quick=arguments.quick,
+        modes=arguments.modes,
+        sd_lookaheads=arguments.sd_lookahead,
+        batches=arguments.batch,
+        temperatures=arguments.temperature,
+        placements=arguments.placement,
+        max_tokens=arguments.max_tokens,
+        repeats=arguments.repeats,
     )
 
 
@@ -433,6 +453,40 @@ def _parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--once", action="store_true", help="one frame, of one interval")
     top.add_argument("--json", action="store_true", help="one frame, as one JSON object")
+
+    bench = command(
+        "bench",
+        _bench,
+        "measure ar, sd and ssd of a deployment side by side",
+        "saguaro bench qwen-coder-cpu --sd-lookahead 2 4 6 8 --temperature 0 1",
+    )
+    bench.add_argument(
+        "deployment", nargs="?", default="qwen-coder-cpu", metavar="DEPLOYMENT", help="name or .yaml file"
+    )
+    bench.add_argument("--modes", nargs="+", default=["ar", "sd", "ssd"], choices=("ar", "sd", "ssd"))
+    bench.add_argument(
+        "--sd-lookahead",
+        nargs="*",
+        type=int,
+        default=[],
+        metavar="K",
+        help="sd takes the fastest (default: that of ssd)",
+    )
+    bench.add_argument("--batch", nargs="+", type=int, default=[1], metavar="N", help="prompts at once (default 1)")
+    bench.add_argument("--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="0 is greedy (default)")
+    bench.add_argument(
+        "--placement",
+        nargs="+",
+        default=["own"],
+        choices=("own", "all"),
+        help="own: each model on cores of its own (default); all: both on all cores",
+    )
+    bench.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")
+    bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of each answer (default 96)")
+    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="batches of each kind of prompt (default 3)")
+    bench.add_argument("--quick", action="store_true", help="one short answer of each kind: is everything in order?")
+    bench.add_argument("--out", default="bench", metavar="DIR", help="for bench.json and plots (default ./bench)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     planning = command(
         "simulate",

@@ -59,21 +59,25 @@ class Result:
 class LLM:
     """A deployment for as long as the object lives: use it as a context manager, or call `close`.
 
-    `deployment` is a YAML file or the name of a shipped one. Missing engines are built first. `mode` and `lookahead`
-    replace the deployment's. Raises ConfigError, ModelError, CapacityError or LaunchError, before anything is left
-    running.
+    `deployment` is a YAML file, the name of a shipped one, or a configuration. Missing engines are built first. `mode`
+    and `lookahead` replace the deployment's. Raises ConfigError, ModelError, CapacityError or LaunchError, before
+    anything is left running.
     """
 
     def __init__(
         self,
-        deployment: str = "qwen-coder-cpu",
+        deployment: str | DeploymentConfig = "qwen-coder-cpu",
         *,
         mode: Mode | None = None,
         lookahead: int | None = None,
         store: Path | None = None,
     ) -> None:
-        path = find_deployment(deployment)
-        config = _with_overrides(read_deployment(path), mode, lookahead)
+        if isinstance(deployment, DeploymentConfig):
+            path, config = Path(), deployment
+        else:
+            path = find_deployment(deployment)
+            config = read_deployment(path)
+        config = _with_overrides(config, mode, lookahead)
         target, draft = build_engines(config, path, store)
         self._tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
         self._launcher = Launcher(config, target, draft)
@@ -203,7 +207,8 @@ async def _collect(prompt: list[int], chunks: AsyncGenerator[Chunk, None]) -> Re
 
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:
-    """The engine directories of a deployment, built where they are missing (recipes are relative to its file)."""
+    """The engine directories of a deployment, built where they are missing. Recipes are relative to its file, `path`;
+    without one, to the working directory."""
     from saguaro.build.driver import build, default_store, find_recipe
 
     def engine(recipe: str) -> Path:
