@@ -85,10 +85,24 @@ def _models_list(arguments: argparse.Namespace) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    from saguaro.build.driver import build, find_recipe
+    from saguaro.build.driver import build, find_recipe, plan
 
-    for recipe in arguments.recipe:
-        print(build(find_recipe(recipe), _store(arguments)))
+    recipes = [find_recipe(name) for name in arguments.recipe]
+    if arguments.dry_run:
+        from saguaro.build.plan_text import plan_json, plan_text
+
+        plans = [plan(recipe, _store(arguments)) for recipe in recipes]
+        print(
+            json.dumps([plan_json(made) for made in plans]) if arguments.json else "\n\n\n".join(map(plan_text, plans))
+        )
+        return
+    directories = []
+    for recipe in recipes:
+        directories.append(str(build(recipe, _store(arguments))))
+        if not arguments.json:
+            print(directories[-1])
+    if arguments.json:
+        print(json.dumps(directories))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -366,6 +380,10 @@ def _parser() -> argparse.ArgumentParser:
 
     build = command("build", _build, "turn recipes into engine directories", "saguaro build qwen2.5-coder-1.5b-cpu")
     build.add_argument("recipe", nargs="+", help="a .yaml file or the name of a shipped recipe")
+    build.add_argument(
+        "--dry-run", action="store_true", help="show commands, files and memory instead; needs no weights and no GPU"
+    )
+    build.add_argument("--json", action="store_true", help="print one JSON array, of plans or of directories")
 
     decoding = argparse.ArgumentParser(add_help=False)
     decoding.add_argument(

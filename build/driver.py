@@ -15,21 +15,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from saguaro.build.model_shape import find_shape
 from saguaro.build.models import pull, source_sha256
+from saguaro.build.plan import Plan
 from saguaro.build.recipe import Recipe, find_recipe
 from saguaro.build.store import default_store, locked, progress_bar, require_space, size_text, writing
+from saguaro.build.tensorrt_plan import plan_tensorrt
+from saguaro.build.trtllm_plan import plan_trtllm
 from saguaro.engines.manifest import Manifest
-from saguaro.errors import EngineError
+from saguaro.engines.trtllm_config import check_version
+from saguaro.errors import ConfigError, EngineError
 
-__all__ = ["build", "default_store", "engine_directory", "find_recipe"]
+__all__ = ["build", "default_store", "engine_directory", "find_recipe", "plan"]
 
 log = logging.getLogger(__name__)
 
 _STAGING: Final = ".building-"
 _SPARE: Final = 64 << 20  # bytes for the tokenizer and what the file system adds
-
-# What an engine that is not built here needs.
-_REQUIREMENTS: Final = {"trtllm": "tensorrt_llm", "tensorrt": "tensorrt"}
 
 
 def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
@@ -38,26 +40,51 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
     An interrupted or failed build leaves nothing that could be loaded. Raises ConfigError, ModelError, EngineError or
     CapacityError, saying what does not fit.
     """
-    if recipe.engine in _REQUIREMENTS:
-        requirement = _REQUIREMENTS[recipe.engine]
-        missing = "" if find_spec(requirement) else f", and {requirement} is not installed"
+    if recipe.engine == "tensorrt":
+        missing = "" if find_spec("tensorrt") else ", and tensorrt is not installed"
         raise EngineError(
             f"recipe {recipe.name}: this version of saguaro has no builder for the engine {recipe.engine}{missing}. "
             "Use engine: pytorch."
         )
+    if recipe.engine == "trtllm":
+        if recipe.tiny is not None:
+            raise ConfigError(f"recipe {recipe.name}: tiny is not for the engine trtllm; name a model.")
+        check_version()
     paths = [] if recipe.model is None else pull(recipe.model, store)
     directory = engine_directory(recipe, store)
     with locked(store, directory.name), writing(store):
         if _is_complete(directory):
             return directory
+        spent = None
         with _staging(directory, store) as staging:
             source = _source_sha256(recipe, store)
             if recipe.simulated is not None:
                 _build_simulated(recipe, staging, source)
+            elif recipe.engine == "trtllm":
+                from saguaro.build.trtllm import build_trtllm  # late, as below
+
+                spent = build_trtllm(recipe, paths[0], staging, store, source)
             else:
                 _build_pytorch(recipe, paths, staging, source, progress)
+        if spent is not None:
+            shutil.rmtree(spent)
     log.info("%s is built in %s", recipe.name, directory)
     return directory
+
+
+def plan(recipe: Recipe, store: Path) -> Plan:
+    """What building the recipe would do and take. Needs no weights and no GPU; `store` may hold its model.
+
+    Raises ConfigError for an engine whose build is not planned, an unknown model or a recipe that does not suit it,
+    CapacityError when the engine would not fit its GPU.
+    """
+    if recipe.engine not in ("trtllm", "tensorrt") or recipe.model is None:
+        raise ConfigError(
+            f"recipe {recipe.name}: there is nothing to plan for the engine {recipe.engine}"
+            f"{'' if recipe.model else ' without a model'}; plans are for trtllm and tensorrt. Build it."
+        )
+    shape = find_shape(recipe.model, store)
+    return plan_trtllm(recipe, shape) if recipe.engine == "trtllm" else plan_tensorrt(recipe, shape)
 
 
 def engine_directory(recipe: Recipe, store: Path) -> Path:

@@ -10,15 +10,22 @@ import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
+from saguaro.build.model_shape import Family
 from saguaro.build.models import CATALOGUE
 from saguaro.engines.manifest import FORMAT, Dtype, EngineName
 from saguaro.engines.profile import Profile
 from saguaro.engines.schema import nearest, read_yaml
 from saguaro.errors import ConfigError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+# What each engine computes in.
+_DTYPES: Final[dict[str, tuple[Dtype, ...]]] = {
+    "pytorch": ("float32", "bfloat16", "int8"),
+    "trtllm": ("bfloat16", "fp8"),
+    "tensorrt": ("float32", "bfloat16"),
+    "simulated": ("bfloat16",),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,27 @@ class Tiny:
             raise ConfigError(f"noise must be 0 or more, got {self.noise}")
 
 
+Switch = Literal["enable", "disable"]
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """Switches of TensorRT-LLM's PluginConfig that are a matter of speed; None leaves its default.
+
+    TensorRT-LLM drops a plugin key it does not know without a word, so what is not listed here is refused. What
+    speculation needs (paged KV, paged context attention, packed input) is not a choice.
+    """
+
+    gemm_plugin: Literal["auto", "bfloat16", "fp8", "disable"] | None = None  # None: auto, or disable for fp8
+    low_latency_gemm_plugin: Literal["fp8", "disable"] | None = None
+    low_latency_gemm_swiglu_plugin: Literal["fp8", "disable"] | None = None
+    gemm_swiglu_plugin: Literal["fp8", "disable"] | None = None
+    gemm_allreduce_plugin: Literal["float16", "bfloat16", "disable"] | None = None
+    reduce_fusion: Switch | None = None
+    user_buffer: Switch | None = None
+    multiple_profiles: Switch | None = None
+
+
 @dataclass(frozen=True)
 class Simulated:
     """No model at all: forwards wait as long as a device would. Target and draft share vocabulary, limit and seed."""
@@ -63,14 +91,29 @@ class Simulated:
 
 @dataclass(frozen=True)
 class TrtllmOptions:
-    """Limits a TensorRT-LLM engine is compiled for."""
+    """What a TensorRT-LLM engine is compiled for."""
 
-    max_batch_size: int = 8
-    max_input_len: int = 8192
-    max_seq_len: int = 8192
-    max_draft_len: int = 8
-    quantisation: Literal["none", "fp8", "int8", "int4_awq"] = "none"
-    workers: int = 1  # processes that compile ranks side by side
+    max_batch_size: int = 8  # requests in one iteration
+    max_draft_len: int = 8  # draft tokens that can be verified; 0: an engine that only generates
+    max_num_tokens: int | None = None  # tokens of one iteration; None: max_batch_size sequences of full length
+    tokens_per_block: int = 32  # of the KV cache
+    kv_dtype: Literal["bfloat16", "fp8"] | None = None  # None: as the recipe's dtype
+    gather_generation_logits: bool = False  # whether requests may ask for logits
+    calibration: str = "cnn_dailymail"  # fp8: data set on the hub, or local folder, that sets the scales
+    calibration_samples: int = 512
+    workers: int | None = None  # processes that convert and compile ranks side by side; None: one per rank
+    gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb"] = "h100-80gb"  # the card that memory is planned for
+    plugins: Plugins = Plugins()
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "calibration_samples", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.max_draft_len < 0:
+            raise ConfigError(f"max_draft_len must be 0 or more, got {self.max_draft_len}")
+        if self.tokens_per_block < 8 or self.tokens_per_block & (self.tokens_per_block - 1):
+            raise ConfigError(f"tokens_per_block must be a power of two, at least 8, got {self.tokens_per_block}")
 
 
 @dataclass(frozen=True)
@@ -108,6 +151,10 @@ class Recipe:
             raise ConfigError(f"engine must be simulated for a `simulated:` section, and only then, got {self.engine}")
         if self.tp < 1:
             raise ConfigError(f"tp must be at least 1, got {self.tp}")
+        if self.dtype not in _DTYPES[self.engine]:
+            raise ConfigError(
+                f"dtype {self.dtype} is not for the engine {self.engine}; it takes {', '.join(_DTYPES[self.engine])}"
+            )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
         for section in ("trtllm", "tensorrt"):

@@ -28,7 +28,7 @@ from saguaro.build import driver, store
 from saguaro.build.driver import build, engine_directory, find_recipe
 from saguaro.build.gguf_file import GgufFile
 from saguaro.build.pytorch import PytorchBuild
-from saguaro.build.recipe import Recipe, Tiny, TrtllmOptions, read_recipe, shipped_recipes
+from saguaro.build.recipe import Recipe, Tiny, read_recipe, shipped_recipes
 from saguaro.build.shards import SafetensorsWriter, ShardPlan
 from saguaro.build.tiny import TinyWeights
 from saguaro.build.weights import open_weights
@@ -601,9 +601,8 @@ def test_no_disk_space_is_said_before_anything_is_written(tmp_path: Path, monkey
 
 
 def test_engines_that_are_not_built_here(tmp_path: Path) -> None:
-    for engine in ("trtllm", "tensorrt"):
-        with pytest.raises(EngineError, match=f"no builder for the engine {engine}"):
-            build(recipe(engine=engine), tmp_path)
+    with pytest.raises(EngineError, match="no builder for the engine tensorrt"):
+        build(recipe(engine="tensorrt"), tmp_path)
 
 
 def test_a_context_longer_than_the_models(tmp_path: Path) -> None:
@@ -721,8 +720,3 @@ def test_paths_in_a_recipe_are_relative_to_it(tmp_path: Path) -> None:
     path.write_text("name: a\nengine: pytorch\nmodel: smollm2-135m\n")
     (tmp_path / "smollm2-135m").mkdir()
     assert read_recipe(path).model == "smollm2-135m"
-
-
-def test_room_for_compiled_engines() -> None:
-    options = {"max_batch_size": 4, "max_input_len": 1024, "max_seq_len": 2048, "max_draft_len": 5}
-    assert Recipe("a", "trtllm", model="b", tp=4, trtllm=TrtllmOptions(**options, workers=4)).tp == 4
