@@ -37,9 +37,7 @@ _HINTS: Final = (
 )
 
 
-def run_step(
-    step: Step, variables: Mapping[str, str], folder: Path, log_file: Path, *, timeout_s: float | None = None
-) -> None:
+def run_step(step: Step, variables: Mapping[str, str], folder: Path, log_file: Path) -> None:
     """Make `folder` by running the step, unless it is there. `variables` are those of the command but $`step.makes`.
 
     Raises EngineError when the program is missing, fails or takes too long, with the end of its log.
@@ -52,27 +50,36 @@ def run_step(
     aside.mkdir(parents=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [Template(word).substitute({**variables, step.makes: str(aside)}) for word in step.command]
-    limit = step.timeout_s if timeout_s is None else timeout_s
     started = time.monotonic()
-    log.info("%s, up to %.0f min; its output goes to %s", step.name, limit / 60, log_file)
+    log.info("%s, up to %.0f min; its output goes to %s", step.name, step.timeout_s / 60, log_file)
+    try:
+        status = _run(step, command, log_file)
+        seconds = time.monotonic() - started
+        if status is None:
+            raise EngineError(
+                f"the step {step.name} did not end within {step.timeout_s:.0f} s and was stopped. {_end(log_file)}"
+            )
+        if status != 0:
+            raise EngineError(
+                f"the step {step.name} failed ({_how(status)}) after {seconds:.0f} s. {_end(log_file, status)}"
+            )
+        aside.replace(folder)
+    except BaseException:
+        shutil.rmtree(aside)
+        raise
+    log.info("%s took %.0f s", step.name, seconds)
+
+
+def _run(step: Step, command: list[str], log_file: Path) -> int | None:
     with log_file.open("w", encoding="utf-8") as output, _shown(step.name, log_file) as show:
         output.write(f"{' '.join(command)}\n")
         output.flush()
         try:
-            status = _wait(command, output.fileno(), limit, show)
+            return _wait(command, output.fileno(), step.timeout_s, show)
         except FileNotFoundError as error:
             raise EngineError(
                 f"{command[0]} is not installed here, which the step {step.name} runs. Build in NVIDIA's image."
             ) from error
-    seconds = time.monotonic() - started
-    if status is None:
-        raise EngineError(f"the step {step.name} did not end within {limit:.0f} s and was stopped. {_end(log_file)}")
-    if status != 0:
-        raise EngineError(
-            f"the step {step.name} failed ({_how(status)}) after {seconds:.0f} s. {_end(log_file, status)}"
-        )
-    aside.replace(folder)
-    log.info("%s took %.0f s", step.name, seconds)
 
 
 def _wait(command: list[str], output: int, limit: float, show: Callable[[], None]) -> int | None:

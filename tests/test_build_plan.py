@@ -154,6 +154,13 @@ def test_the_contract_names_no_flag_that_plans_avoid() -> None:
     assert not avoided & compile_used
 
 
+def test_an_exact_kv_cache_beside_fp8_weights() -> None:
+    checkpoint, engine = parsed(made := trtllm(dtype="fp8", kv_dtype="bfloat16"))
+    assert (checkpoint.qformat, checkpoint.kv_cache_dtype) == ("fp8", None)
+    assert (engine.use_fp8_context_fmha, engine.use_paged_context_fmha) == ("disable", "enable")
+    assert made.memory.kv_token_bytes == 2 * 80 * 2 * 128 * 2
+
+
 # BuildConfig ------------------------------------------------------------------------------------------------------
 
 
