@@ -81,8 +81,13 @@ def _check(recipe: Recipe, shape: ModelShape, options: TrtllmOptions) -> None:
         raise ConfigError(f"recipe {recipe.name}: {key}: {why}.")
 
     card, plugins = CARDS[options.gpu], options.plugins
-    if shape.heads % recipe.tp or (shape.kv_heads % recipe.tp and recipe.tp % shape.kv_heads):
-        refuse("tp", f"{recipe.tp} ranks cannot share {shape.heads} attention heads and {shape.kv_heads} KV heads")
+    kv_heads = shape.kv_heads % recipe.tp and recipe.tp % shape.kv_heads
+    if shape.heads % recipe.tp or kv_heads or shape.intermediate_size % recipe.tp:
+        refuse(
+            "tp",
+            f"{recipe.tp} ranks cannot share {shape.heads} attention heads, {shape.kv_heads} KV heads and "
+            f"{shape.intermediate_size} MLP columns evenly",
+        )
     if "fp8" in (recipe.dtype, options.kv_dtype) and not card.has_fp8:
         refuse("dtype", f"fp8 needs a GPU of compute capability 8.9 or more; the {card.name} has {card.capability}")
     if recipe.dtype != "fp8" and options.kv_dtype == "fp8":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from pydantic import ConfigDict, create_model
 
 from saguaro import cli
 from saguaro.build.driver import find_recipe, plan
-from saguaro.build.gpu_memory import CARDS, GIB
+from saguaro.build.gpu_memory import CARDS, GIB, weight_items
 from saguaro.build.model_shape import SHAPES, ModelShape, read_shape
 from saguaro.build.plan import Plan
 from saguaro.build.plan_text import build_config, plan_json, plan_text
 from saguaro.build.recipe import Plugins, Recipe, TrtllmOptions, read_recipe, shipped_recipes
+from saguaro.build.shards import ShardPlan
 from saguaro.build.trtllm_plan import plan_trtllm
+from saguaro.build.weights import stored_shapes
 from saguaro.errors import CapacityError, ConfigError, ModelError
 from tiny_models import tiny_model
 from trtllm_tools import CONTRACT, Refused, parser, program_of
@@ -308,6 +311,21 @@ def test_a_rank_has_a_kv_head_of_its_own_when_there_are_too_few() -> None:
     assert matrices.bytes == 2 * 32 * ((2 * 4096 * 4096 + 3 * 4096 * 14_336) // 4 + 2 * 4096 * 128)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tp", [1, 2, 6])
+def test_the_layers_of_a_rank_are_those_of_our_own_shards(tmp_path: Path, family: str, tp: int) -> None:
+    """The pytorch builder cuts the same models by the names and shapes of their tensors."""
+    config = tiny_model(family, intermediate_size=480).config
+    config.save_pretrained(tmp_path)
+    shapes = ShardPlan(config, tp).shapes(stored_shapes(config))
+    ours = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2)
+    items = weight_items(read_shape(tmp_path), tp, matrix_bytes=2, separate_head=True, rotary=False)
+    assert next(item.bytes for item in items if item.name == "layers' matrices") == 2 * ours
+    if tp == 1:
+        whole = sum(math.prod(shape) for shape in stored_shapes(config).values())
+        assert sum(item.bytes for item in items) == 2 * whole
+
+
 # Refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +333,7 @@ def test_a_rank_has_a_kv_head_of_its_own_when_there_are_too_few() -> None:
     ("options", "said"),
     [
         ({"length": 131_073}, "max_model_len is 131073, the model's limit is 131072"),
-        ({"tp": 3}, "tp: 3 ranks cannot share 64 attention heads and 8 KV heads"),
+        ({"tp": 3}, "tp: 3 ranks cannot share 64 attention heads, 8 KV heads and 28672 MLP columns evenly"),
         ({"dtype": "fp8", "gpu": "a100-80gb"}, "fp8 needs a GPU of compute capability 8.9 or more"),
         ({"kv_dtype": "fp8"}, "trtllm.kv_dtype: fp8 with dtype bfloat16 makes TensorRT-LLM switch paged context"),
         ({"max_num_tokens": 8191}, "give 8192 or more"),
