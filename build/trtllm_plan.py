@@ -21,7 +21,8 @@ from saguaro.build.gpu_memory import (
 )
 from saguaro.build.model_shape import ModelShape
 from saguaro.build.plan import Plan, PlannedFile, Setting, Step
-from saguaro.build.recipe import Plugins, Recipe, TrtllmOptions
+from saguaro.build.recipe import Recipe, TrtllmOptions
+from saguaro.build.trtllm_settings import kv_dtype, trtllm_settings
 from saguaro.errors import CapacityError, ConfigError
 
 _CONVERTERS: Final = {"llama": "llama", "qwen2": "qwen", "qwen3": "qwen"}
@@ -29,15 +30,6 @@ _HOUR: Final = 3600
 _MANY_TOKENS: Final = 16_384  # trtllm-build warns above it
 _TENSOR_VALUES: Final = 1 << 31  # TensorRT's limit for one tensor
 _LOGIT_COPIES: Final = 5  # target and draft logits and probabilities, and the engine's output
-_PLUGIN_REASONS: Final = {
-    "low_latency_gemm_plugin": "FP8 products of few rows",
-    "low_latency_gemm_swiglu_plugin": "FP8 product and SwiGLU in one kernel, for few rows",
-    "gemm_swiglu_plugin": "FP8 product and SwiGLU in one kernel",
-    "gemm_allreduce_plugin": "product and sum over ranks in one kernel",
-    "reduce_fusion": "sum over ranks, residual and norm in one kernel",
-    "user_buffer": "sums over ranks without a copy",
-    "multiple_profiles": "kernels tuned for several numbers of tokens; the build takes longer",
-}
 
 
 def plan_trtllm(recipe: Recipe, shape: ModelShape) -> Plan:
@@ -47,7 +39,7 @@ def plan_trtllm(recipe: Recipe, shape: ModelShape) -> Plan:
     _check(recipe, shape, options)
     tokens = _max_num_tokens(recipe, shape, options, length)
     memory, checkpoint_bytes = _memory(recipe, shape, options, length, tokens)
-    settings = _settings(recipe, shape, options, length, tokens)
+    settings = trtllm_settings(recipe, options, length, tokens)
     weights = sum(item.bytes for item in memory.items if not item.estimate)
     workers = min(options.workers or recipe.tp, recipe.tp)
     return Plan(
@@ -130,111 +122,11 @@ def _max_num_tokens(recipe: Recipe, shape: ModelShape, options: TrtllmOptions, l
     return tokens
 
 
-def _settings(
-    recipe: Recipe, shape: ModelShape, options: TrtllmOptions, length: int, tokens: int
-) -> tuple[Setting, ...]:
-    k, rows = options.max_draft_len, options.max_batch_size * (options.max_draft_len + 1)
-    found = [
-        Setting(
-            "--max_batch_size",
-            options.max_batch_size,
-            "requests in one iteration; the default of 2048 sizes buffers for it",
-            "max_batch_size",
-        ),
-        Setting("--max_seq_len", length, _length_reason(k), "max_seq_len"),
-        Setting("--max_beam_width", 1, field="max_beam_width"),
-        Setting("--max_num_tokens", tokens, _tokens_reason(options, length, tokens), "max_num_tokens"),
-    ]
-    if options.plugins.multiple_profiles != "enable":  # trtllm-build refuses both together
-        found.append(
-            Setting(
-                "--opt_num_tokens",
-                rows,
-                "max_batch_size x (max_draft_len + 1): kernels are tuned for a round of verification"
-                if k
-                else "max_batch_size: kernels are tuned for a step of generation",
-                "opt_num_tokens",
-            )
-        )
-    if k:
-        found += [
-            Setting(
-                "--speculative_decoding_mode",
-                "draft_tokens_external",
-                "the Executor verifies draft tokens that come with a request",
-                "speculative_decoding_mode",
-            ),
-            Setting("--max_draft_len", k, "the largest lookahead K a deployment may use", "max_draft_len"),
-        ]
-    found += [
-        Setting("--kv_cache_type", "paged", "block reuse, which the Executor demands of a target", "kv_cache_type"),
-        Setting(
-            "--tokens_per_block",
-            options.tokens_per_block,
-            "" if options.tokens_per_block == 32 else "of the recipe: what is reused between rounds, and shared",
-            "plugin_config.tokens_per_block",
-        ),
-        Setting("--use_paged_context_fmha", "enable", field="plugin_config.use_paged_context_fmha"),
-        Setting("--remove_input_padding", "enable", field="plugin_config.remove_input_padding"),
-        Setting("--context_fmha", "enable", field="plugin_config.context_fmha"),
-        Setting("--logits_dtype", "float32", "acceptance kernels exist for half and float only; float loses nothing"),
-        *_gemm(recipe, options.plugins),
-    ]
-    if recipe.dtype == "fp8":
-        paged = "enable" if _kv_dtype(recipe, options) == "fp8" else "disable"
-        why = "" if paged == "enable" else "FP8 attention needs an FP8 KV cache"
-        found.append(Setting("--use_fp8_context_fmha", paged, why, "plugin_config.use_fp8_context_fmha"))
-    for name in _PLUGIN_REASONS:
-        found += _chosen(options.plugins, name)
-    if options.gather_generation_logits:
-        found.append(
-            Setting("--gather_generation_logits", True, "requests may ask for logits", "gather_generation_logits")
-        )
-    workers = min(options.workers or recipe.tp, recipe.tp)
-    found.append(Setting("--workers", workers, "ranks compiled side by side, one GPU each" if workers > 1 else ""))
-    found.append(Setting("--log_level", "info"))
-    return tuple(found)
-
-
-def _length_reason(k: int) -> str:
-    return "the recipe's max_model_len" + (f"; trtllm-build adds max_draft_len ({k}) itself" if k else "")
-
-
-def _tokens_reason(options: TrtllmOptions, length: int, tokens: int) -> str:
-    whole = (
-        "without chunked context, which would discard draft tokens, the scheduler counts a request's whole context, "
-        "reused blocks too"
-    )
-    if tokens == options.max_batch_size * length:
-        return f"max_batch_size x max_seq_len: {whole}, and a full batch is to be one iteration"
-    return f"of the recipe: {whole}, so that requests whose contexts are longer together take several iterations"
-
-
-def _gemm(recipe: Recipe, plugins: Plugins) -> list[Setting]:
-    field = "plugin_config.gemm_plugin"
-    chosen = plugins.gemm_plugin or ("disable" if recipe.dtype == "fp8" else "auto")
-    if plugins.gemm_plugin is not None:
-        why = "of the recipe"
-    elif chosen == "auto":
-        why = "cuBLASLt for bfloat16 products; off by default"
-    else:
-        why = ""
-    return [Setting("--gemm_plugin", chosen, why, field)]
-
-
-def _chosen(plugins: Plugins, name: str) -> list[Setting]:
-    value = getattr(plugins, name)
-    if value is None:
-        return []
-    reason = "" if value == "disable" else f"of the recipe: {_PLUGIN_REASONS[name]}"
-    return [Setting(f"--{name}", value, reason, f"plugin_config.{name}")]
-
-
 def _checkpoint_step(recipe: Recipe, shape: ModelShape, options: TrtllmOptions) -> Step:
     common = ("--model_dir", "$MODEL", "--output_dir", "$CHECKPOINT", "--dtype", "bfloat16")
     ranks = ("--tp_size", str(recipe.tp))
     if recipe.dtype == "fp8":
-        kv = ("--kv_cache_dtype", "fp8") if _kv_dtype(recipe, options) == "fp8" else ()
+        kv = ("--kv_cache_dtype", "fp8") if kv_dtype(recipe, options) == "fp8" else ()
         data = ("--calib_dataset", options.calibration, "--calib_size", str(options.calibration_samples))
         return Step(
             "quantise",
@@ -265,10 +157,6 @@ def _compile_step(settings: tuple[Setting, ...]) -> Step:
     return Step("compile", "ENGINE", tuple(line), "one engine per rank", 4 * _HOUR)
 
 
-def _kv_dtype(recipe: Recipe, options: TrtllmOptions) -> str:
-    return options.kv_dtype or recipe.dtype
-
-
 def _memory(
     recipe: Recipe, shape: ModelShape, options: TrtllmOptions, length: int, tokens: int
 ) -> tuple[MemoryPlan, int]:
@@ -281,7 +169,7 @@ def _memory(
     memory = MemoryPlan(
         card=CARDS[options.gpu],
         items=(*weights, *activations),
-        kv_token_bytes=kv_token_bytes(shape, recipe.tp, 1 if _kv_dtype(recipe, options) == "fp8" else BFLOAT16),
+        kv_token_bytes=kv_token_bytes(shape, recipe.tp, 1 if kv_dtype(recipe, options) == "fp8" else BFLOAT16),
         tokens_per_block=options.tokens_per_block,
         wanted_tokens=whole_blocks([sequence] * options.max_batch_size, options.tokens_per_block),
     )
