@@ -35,33 +35,35 @@ class Purpose(IntEnum):
     DRAFT = 3
 
 
-def philox(counters: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Philox4x32-10. Counters are [4, n] 32-bit words, the seed's low word is the first key; result [4, n] words.
+def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]:
+    """Philox4x32-10. Counters are [4, n] 32-bit words; one 64-bit seed or [n], low word first; result [4, n] words.
 
     Words travel in 64-bit integers, so that one product holds both halves.
     """
     multipliers = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-    weyl = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
-    key = np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint64)
-    keys = (key + np.arange(_ROUNDS, dtype=np.uint64)[:, None] * weyl) & _WORD  # [rounds, 2]
+    weyl = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+    seed = np.asarray(seeds, dtype=np.uint64).reshape(-1)
+    keys = np.stack([seed & _WORD, seed >> _HALF])  # [2, 1 or n]
     words = np.empty_like(counters)
     for start in range(0, counters.shape[1], _CHUNK):
         part = slice(start, start + _CHUNK)
         even, odd = counters[0::2, part], counters[1::2, part]
-        for round_key in keys[:, :, None]:
+        key = keys if keys.shape[1] == 1 else keys[:, part]
+        for _ in range(_ROUNDS):
             products = (multipliers * even)[::-1]
-            even, odd = (products >> _HALF) ^ odd ^ round_key, products & _WORD
+            even, odd = (products >> _HALF) ^ odd ^ key, products & _WORD
+            key = (key + weyl) & _WORD
         words[0::2, part], words[1::2, part] = even, odd
     return words
 
 
-def _words(seed: int, blocks: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.uint64]:
-    """[4, n] words of each (block, position); the two broadcast against each other."""
+def _words(seeds: ArrayLike, blocks: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.uint64]:
+    """[4, n] words of each (block, position); the two broadcast against each other. One seed, or [n]."""
     at = np.asarray(positions, dtype=np.uint64)
     block = np.asarray(blocks, dtype=np.uint64)
     counters = np.empty((LANES, np.broadcast(block, at).size), dtype=np.uint64)
     counters[0], counters[1], counters[2], counters[3] = block, at & _WORD, at >> _HALF, purpose
-    return philox(counters, seed)
+    return philox(counters, seeds)
 
 
 def uniforms(seed: int, positions: ArrayLike, purpose: Purpose) -> NDArray[np.float64]:
@@ -76,22 +78,26 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
     return float(uniforms(seed, position, purpose)[0])
 
 
-def block_bits(seed: int, positions: ArrayLike, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+def block_bits(seeds: ArrayLike, positions: ArrayLike, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     """The 24-bit noise of whole blocks, [n, 4]: entry [i, lane] belongs to token `4 * blocks[i] + lane`."""
-    return (_words(seed, blocks, positions, Purpose.GUMBEL).T >> (32 - NOISE_BITS)).astype(np.int64)
+    return (_words(seeds, blocks, positions, Purpose.GUMBEL).T >> (32 - NOISE_BITS)).astype(np.int64)
 
 
-def noise_bits(seed: int, positions: ArrayLike, token_ids: ArrayLike) -> NDArray[np.int64]:
-    """The 24-bit noise of each token; positions and ids broadcast, the result has their common shape.
+def noise_bits(seeds: ArrayLike, positions: ArrayLike, token_ids: ArrayLike) -> NDArray[np.int64]:
+    """The 24-bit noise of each token; seeds, positions and ids broadcast, the result has their common shape.
 
     Neighbouring ids of one block share its evaluation: the whole vocabulary in order costs V/4 blocks.
     """
-    tokens, at = np.broadcast_arrays(np.asarray(token_ids, dtype=np.int64), np.asarray(positions, dtype=np.uint64))
-    shape, tokens, at = tokens.shape, tokens.ravel(), at.ravel()
+    tokens, at, seed = np.broadcast_arrays(
+        np.asarray(token_ids, dtype=np.int64),
+        np.asarray(positions, dtype=np.uint64),
+        np.asarray(seeds, dtype=np.uint64),
+    )
+    shape, tokens, at, seed = tokens.shape, tokens.ravel(), at.ravel(), seed.ravel()
     blocks = tokens // LANES
     fresh = np.ones(tokens.size, dtype=bool)
-    fresh[1:] = (blocks[1:] != blocks[:-1]) | (at[1:] != at[:-1])
-    bits: NDArray[np.int64] = block_bits(seed, at[fresh], blocks[fresh])[np.cumsum(fresh) - 1, tokens % LANES]
+    fresh[1:] = (blocks[1:] != blocks[:-1]) | (at[1:] != at[:-1]) | (seed[1:] != seed[:-1])
+    bits: NDArray[np.int64] = block_bits(seed[fresh], at[fresh], blocks[fresh])[np.cumsum(fresh) - 1, tokens % LANES]
     return bits.reshape(shape)
 
 
@@ -101,17 +107,16 @@ def gumbel_of(bits: NDArray[np.int64]) -> NDArray[np.float64]:
     return noise
 
 
-def gumbel(seed: int, position: ArrayLike, token_ids: ArrayLike) -> NDArray[np.float64]:
-    """Gumbel noise of each token at its position, within [GUMBEL_MIN, GUMBEL_MAX]; the two broadcast."""
-    return gumbel_of(noise_bits(seed, position, token_ids))
+def gumbel(seeds: ArrayLike, positions: ArrayLike, token_ids: ArrayLike) -> NDArray[np.float64]:
+    """Gumbel noise of each token at its position, within [GUMBEL_MIN, GUMBEL_MAX]; the three broadcast."""
+    return gumbel_of(noise_bits(seeds, positions, token_ids))
 
 
-def bits_reaching(noise: float) -> int:
-    """A bound for pruning: no 24-bit value below it has Gumbel noise of `noise` or more."""
-    if noise <= GUMBEL_MIN:
-        return 0
-    exact = math.exp(-math.exp(-noise)) * 2.0**NOISE_BITS - 0.5
-    return max(0, math.floor(exact) - 1)  # one step lower than exact, whatever `exp` rounds to
+def bits_reaching(noise: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Bounds for pruning: no 24-bit value below them has Gumbel noise of `noise` or more."""
+    exact = np.exp(-np.exp(-np.maximum(noise, GUMBEL_MIN))) * 2.0**NOISE_BITS - 0.5
+    bound: NDArray[np.int64] = np.maximum(0, np.floor(exact) - 1).astype(np.int64)
+    return bound  # a step lower than exact, whatever `exp` rounds to
 
 
 GUMBEL_MIN = -math.log(-math.log(0.5 * 2.0**-NOISE_BITS))

@@ -1,4 +1,4 @@
-"""How scores become tokens: the two acceptance rules, what the draft proposes, and the verification of one sequence.
+"""How scores become tokens: the two acceptance rules, what the draft proposes, and the verification of a round.
 
 - `coupled`: the token at a position is argmax(score + Gumbel noise), the noise a function of (seed, position, token).
   Draft and target share it; a draft token is accepted iff the target chooses it too (Daliri et al., 2024).
@@ -12,7 +12,7 @@ one file because they must agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saguaro.errors import ProtocolError
+from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.randomness import (
     GUMBEL_MAX,
     LANES,
@@ -34,13 +34,14 @@ from saguaro.orchestrator.randomness import (
     uniforms,
 )
 from saguaro.orchestrator.scores import (
+    Scores,
     adjusted,
     check_vocabulary,
     checked_best,
+    filtered,
     needs_history,
     scaled,
     survivors,
-    target_scores,
     top,
 )
 from saguaro.orchestrator.types import Outcome, RequestSampling, Rule, SparseProbs, Speculation
@@ -48,6 +49,7 @@ from saguaro.orchestrator.types import Outcome, RequestSampling, Rule, SparsePro
 __all__ = [
     "Candidates",
     "Purpose",
+    "Trial",
     "accept_coupled",
     "accept_ratio",
     "acceptance",
@@ -76,44 +78,64 @@ _SUM_TOLERANCE = 1e-6
 # The rule `coupled`
 
 
-def choose(row: Tensor, seed: int, position: int, ids: Tensor | None = None) -> int:
-    """argmax(score + Gumbel noise), the lowest id on a tie. `row` is [V], or a list whose tokens `ids` names.
+def choose(
+    scores: NDArray[Any], seeds: NDArray[np.uint64], positions: NDArray[np.int64], ids: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """[R] argmax(score + Gumbel noise), the lowest id on a tie; each row has a seed and a position.
 
+    `scores` are [R, V], or lists [R, n] whose tokens `ids` names. A row without any finite score gives some token.
     Over the vocabulary the noise is evaluated only where it can win; it is bounded, so the result is that of all V.
     Noise of 24 bits draws from softmax(row) to within some 1e-7; a token 20.2 below the best (p < 2e-9) is never drawn.
     """
-    values = row.cpu().numpy()
     if ids is not None:
-        listed = np.flatnonzero(values > -np.inf)
-        tokens = ids.cpu().numpy()[listed]
-        totals = values[listed] + gumbel(seed, position, tokens)
-        return int(tokens[totals == totals.max()].min())
-    near = float(values.max()) - _NEAR
-    tokens, totals = _contenders(values, near, 0, seed, position)
-    leader = float(totals.max())
+        rows, columns = np.nonzero(scores > -np.inf)
+        tokens = ids[rows, columns]
+        return _best(rows, tokens, scores[rows, columns] + gumbel(seeds[rows], positions[rows], tokens), len(scores))
+    best = scores.max(1).astype(np.float64)
+    near = np.where(np.isfinite(best), best, 0.0) - _NEAR
+    found = _contenders(scores, near, np.zeros(len(scores), np.int64), seeds, positions)
+    leader = np.full(len(scores), -np.inf)
+    np.maximum.at(leader, found[0], found[2])
     # Below `near` only noise above leader - near wins, which few tokens have; below leader - GUMBEL_MAX none does.
-    slack = 1e-12 * (1 + abs(leader))  # more than the sums are rounded by
-    least_bits = bits_reaching(leader - near - slack)
-    further, their_totals = _contenders(values, leader - GUMBEL_MAX - slack, least_bits, seed, position)
-    tokens, totals = np.concatenate([tokens, further]), np.concatenate([totals, their_totals])
-    return int(tokens[totals == totals.max()].min())
+    slack = 1e-12 * (1 + np.abs(leader))  # more than the sums are rounded by
+    with np.errstate(invalid="ignore"):  # of a row without any finite score
+        least_bits = bits_reaching(leader - near - slack)
+        bound = leader - GUMBEL_MAX - slack
+    further = _contenders(scores, np.where(np.isfinite(bound), bound, np.inf), least_bits, seeds, positions)
+    rows, tokens, totals = (np.concatenate(parts) for parts in zip(found, further, strict=True))
+    return _best(rows, tokens, totals, len(scores))
 
 
 def _contenders(
-    values: NDArray[Any], bound: float, least_bits: int, seed: int, position: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Tokens of [V] scores that reach `bound` and whose noise reaches `least_bits`; score + noise of each."""
-    flags = np.zeros(-(-len(values) // LANES) * LANES, dtype=bool)
-    # In the type of the values; rounding is monotonic, so the bound does not pass a value it was below.
-    np.greater_equal(values, values.dtype.type(bound), out=flags[: len(values)])
+    scores: NDArray[Any],
+    bounds: NDArray[np.float64],
+    least_bits: NDArray[np.int64],
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float64]]:
+    """Row and token of the [R, V] scores that reach their row's bound and whose noise reaches its `least_bits`; and
+    score + noise of each."""
+    rows, columns = scores.shape
+    flags = np.zeros((rows, -(-columns // LANES) * LANES), dtype=bool)
+    # In the type of the scores; rounding is monotonic, so the bound does not pass a score it was below.
+    np.greater_equal(scores, bounds.astype(scores.dtype)[:, None], out=flags[:, :columns])
     flags_of_block = flags.view(np.uint32)
-    blocks = np.flatnonzero(flags_of_block)
-    reached = flags_of_block[blocks].view(np.bool_).reshape(-1, LANES)
-    bits = block_bits(seed, position, blocks)
-    able = np.flatnonzero(reached & (bits >= least_bits))
-    index, lane = able // LANES, able % LANES
-    tokens = blocks[index] * LANES + lane
-    return tokens, values[tokens] + gumbel_of(bits[index, lane])
+    row, block = np.nonzero(flags_of_block)
+    reached = flags_of_block[row, block].view(np.bool_).reshape(-1, LANES)
+    bits = block_bits(seeds[row], positions[row], block)
+    able, lane = np.nonzero(reached & (bits >= least_bits[row][:, None]))
+    row, tokens = row[able], block[able] * LANES + lane
+    return row, tokens, scores[row, tokens] + gumbel_of(bits[able, lane])
+
+
+def _best(
+    rows: NDArray[np.intp], tokens: NDArray[np.int64], totals: NDArray[np.float64], count: int
+) -> NDArray[np.int64]:
+    """[count] the token with the greatest total in each row, the lowest of several; 0 where there is none."""
+    order = np.lexsort((tokens, -totals, rows))
+    first = np.searchsorted(rows[order], np.arange(count))
+    winners = tokens[order[np.minimum(first, len(order) - 1)]] if len(order) else np.zeros(count, np.int64)
+    return np.asarray(np.where(np.bincount(rows, minlength=count) > 0, winners, 0), np.int64)
 
 
 def accept_coupled(choices: Iterable[int], tokens: Sequence[int]) -> Outcome:
@@ -210,7 +232,7 @@ def propose(
     width: int,
     allowed: Tensor | None = None,
 ) -> Candidates:
-    """The draft's `width` best tokens for [R, V] logits; rows, histories and `allowed` as in `target_scores`.
+    """The draft's `width` best tokens for [R, V] logits; rows, histories and `allowed` as in `adjusted`.
 
     The chain is the target's, with the filters on the best `width` alone. Ranked by score (temperature 0), by score
     and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. Raises
@@ -254,38 +276,111 @@ def draw_draft(
 # The target
 
 
-def verify(
-    logits: Tensor,
-    request: RequestSampling,
-    rule: Rule,
-    context: Sequence[int],
-    speculation: Speculation,
-    allowed: Tensor | None = None,
-) -> Outcome:
-    """Decide one sequence's round: [K+1, V] target logits over the trunk, `context` all committed tokens.
+@dataclass(frozen=True)
+class Trial:
+    """One sequence's round, to be decided: its K draft tokens after `context`, all committed tokens."""
 
-    An empty speculation is plain decoding. `allowed` [K+1, V] is the grammar mask. Under `ratio` the bonus uniform
-    belongs to the round's first position, so that it is known before the outcome. Raises ConfigError if a row that is
-    reached excludes every token, EngineError if the model returned no numbers, ProtocolError for an impossible draft.
+    request: RequestSampling
+    context: Sequence[int]
+    speculation: Speculation
+    allowed: Tensor | None = None  # [K+1, V] bool: the grammar mask
+
+    @property
+    def rows(self) -> int:
+        """K+1."""
+        return len(self.speculation.tokens) + 1
+
+    def adjusted(self, logits: Tensor) -> Tensor:
+        tails = [self.speculation.tokens[:k] for k in range(self.rows)]
+        return adjusted(logits, self.request, self.context, tails, self.allowed)
+
+
+def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
+    """Decide rounds, each by itself: [R, V] target logits over the trunks, K+1 rows of each trial after the other's.
+
+    An empty speculation is plain decoding. Under `ratio` the bonus uniform belongs to the round's first position, so
+    that it is known before the outcome. A trial that reaches a row in which every token is excluded gets the error that
+    says so. Raises EngineError if the model returned no numbers, ProtocolError for an impossible draft.
     """
-    tokens, count = speculation.tokens, len(speculation.tokens) + 1
-    if len(logits) != count:
-        raise ValueError(f"{count - 1} draft tokens need {count} rows of logits, got {len(logits)}")
-    vocab_size = logits.shape[-1]
-    check_speculation(speculation, vocab_size)
-    table = target_scores(logits, request, context, [tokens[:k] for k in range(count)], allowed)
-    rows = (table.row(k) for k in range(count))
-    seed, first = request.seed, len(context)
-    if request.params.temperature == 0:
-        return accept_coupled((int(values.cpu().numpy().argmax()) for values, _ in rows), tokens)
-    if rule == "coupled":
-        return accept_coupled((choose(values, seed, first + k, ids) for k, (values, ids) in enumerate(rows)), tokens)
+    counts = [trial.rows for trial in trials]
+    if len(logits) != sum(counts):
+        raise ValueError(f"the trials have {sum(counts)} rows, the logits {len(logits)}")
+    for trial in trials:
+        check_speculation(trial.speculation, logits.shape[-1])
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    parts = logits.split(counts)
+    tables = [trial.adjusted(part) for trial, part in zip(trials, parts, strict=True)]
+    # Trials with equal filters go through the chain together: a few passes over the vocabulary for all of them.
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for index, trial in enumerate(trials):
+        params = trial.request.params
+        groups.setdefault((params.temperature, params.top_k, params.top_p, params.min_p), []).append(index)
+    untouched = len(groups) == 1 and all(table is part for table, part in zip(tables, parts, strict=True))
+    outcomes: dict[int, Outcome | ConfigError] = {}
+    for members in groups.values():
+        table = logits if untouched else torch.cat([tables[index] for index in members])
+        decided = _decide(filtered(table, trials[members[0]].request.params), [trials[i] for i in members], rule)
+        outcomes |= zip(members, decided, strict=True)
+    return [outcomes[index] for index in range(len(trials))]
+
+
+def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> Iterator[Outcome | ConfigError]:
+    """The outcomes of trials with equal filters, from their scores."""
+    greedy = trials[0].request.params.temperature == 0
+    choices: list[int] = []
+    if greedy or rule == "coupled":
+        values = scores.values.cpu().numpy()
+        if greedy:
+            choices = values.argmax(1).tolist()
+        else:
+            seeds = np.repeat(np.array([t.request.seed for t in trials], np.uint64), [t.rows for t in trials])
+            positions = np.concatenate([len(t.context) + np.arange(t.rows) for t in trials])
+            choices = choose(
+                values, seeds, positions, None if scores.ids is None else scores.ids.cpu().numpy()
+            ).tolist()
+    first = 0
+    for trial in trials:
+        rows = _reached(scores, first, trial)
+        first += trial.rows
+        try:
+            if choices:
+                yield accept_coupled((choices[row] for row in rows), trial.speculation.tokens)
+            else:
+                yield _reject(scores, rows, trial)
+        except ConfigError as error:
+            yield error
+
+
+def _reached(scores: Scores, first: int, trial: Trial) -> Iterator[int]:
+    """Rows of a trial, one after the other. Raises ConfigError at one after which nothing may follow."""
+    for row in range(first, first + trial.rows):
+        if scores.empty[row]:
+            raise ConfigError(
+                f"no token may follow at position {len(trial.context) + row - first}: bad_words, min_tokens (which "
+                f"bans the stop tokens) and the grammar together exclude all {scores.vocab_size} tokens; relax one of "
+                "them"
+            )
+        yield row
+
+
+def _reject(scores: Scores, rows: Iterator[int], trial: Trial) -> Outcome:
+    first = len(trial.context)
     return accept_ratio(
-        (_probs(values, ids, vocab_size) for values, ids in rows),
-        speculation,
-        uniforms(seed, range(first, first + count - 1), Purpose.ACCEPT),
-        uniform(seed, first, Purpose.BONUS),
+        (_probs(scores, row) for row in rows),
+        trial.speculation,
+        uniforms(trial.request.seed, range(first, first + trial.rows - 1), Purpose.ACCEPT),
+        uniform(trial.request.seed, first, Purpose.BONUS),
     )
+
+
+def _probs(scores: Scores, row: int) -> NDArray[np.float64]:
+    """[V] probabilities of a row of scores. In float64: a tail of 100,000 tokens would be lost in a float32 sum."""
+    listed: NDArray[np.float64] = torch.softmax(scores.values[row], -1, dtype=torch.float64).cpu().numpy()
+    if scores.ids is None:
+        return listed
+    probs = np.zeros(scores.vocab_size)
+    probs[scores.ids[row].cpu().numpy()] = listed
+    return probs
 
 
 def check_speculation(speculation: Speculation, vocab_size: int) -> None:
@@ -309,16 +404,6 @@ def check_speculation(speculation: Speculation, vocab_size: int) -> None:
             )
         if token not in draft.ids:
             raise ProtocolError(f"draft token {k} is {token}, which the distribution sent with it does not contain")
-
-
-def _probs(values: Tensor, ids: Tensor | None, vocab_size: int) -> NDArray[np.float64]:
-    """[V] probabilities of a row of scores. In float64: a tail of 100,000 tokens would be lost in a float32 sum."""
-    listed: NDArray[np.float64] = torch.softmax(values, -1, dtype=torch.float64).cpu().numpy()
-    if ids is None:
-        return listed
-    probs = np.zeros(vocab_size)
-    probs[ids.cpu().numpy()] = listed
-    return probs
 
 
 # Metrics

@@ -34,17 +34,7 @@ class Scores:
     values: Tensor  # [R, n] float32 or float64
     ids: Tensor | None  # [R, n] token of each value, best first; None: n = V and value i belongs to token i
     vocab_size: int
-    positions: tuple[int, ...]  # [R] absolute position that each row predicts
-
-    def row(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Values and ids of one row. Raises ConfigError if nothing may follow there."""
-        values = self.values[index]
-        if values.amax() == -math.inf:
-            raise ConfigError(
-                f"no token may follow at position {self.positions[index]}: bad_words, min_tokens (which bans the stop "
-                f"tokens) and the grammar together exclude all {self.vocab_size} tokens; relax one of them"
-            )
-        return values, None if self.ids is None else self.ids[index]
+    empty: tuple[bool, ...]  # [R] rows in which no token may follow
 
     def dense(self) -> Tensor:
         """[R, V], with -inf for every token that is not listed."""
@@ -72,29 +62,21 @@ def needs_history(params: SamplingParams) -> bool:
     return _penalised(params) or any(len(word) > 1 for word in _bad_words(params))
 
 
-def target_scores(
-    logits: Tensor,
-    request: RequestSampling,
-    context: Sequence[int],
-    tails: Sequence[Sequence[int]],
-    allowed: Tensor | None = None,
-) -> Scores:
-    """The whole chain over [R, V] logits. Row r's history is context + tails[r]; it predicts the token after it.
+def filtered(table: Tensor, params: SamplingParams) -> Scores:
+    """[R, V] adjusted logits after temperature and filters, each row by itself.
 
-    At temperature 0 the scores are not scaled and the filters, which cannot change the argmax, are skipped.
-    `allowed` [R, V] bool is the grammar mask. `logits` are left as they are, but may be returned.
-    Raises EngineError if a row is not a number.
+    At temperature 0 the scores are not scaled and the filters, which cannot change the argmax, are skipped. `table` is
+    left as it is, but may be returned. Raises EngineError if a row is not a number.
     """
-    params = request.params
-    table = adjusted(logits, request, context, tails, allowed)
-    best = checked_best(table.amax(-1, keepdim=True))
-    ids: Tensor | None = None
+    greatest = table.amax(-1, keepdim=True)
+    best = checked_best(greatest)
+    values, ids = table, None
     if params.temperature > 0:
         if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-            table, ids = _shortlist(table, best, params)
+            values, ids = _shortlist(table, best, params)
         else:
-            table = scaled(table, best, params.temperature)
-    return Scores(table, ids, logits.shape[-1], tuple(len(context) + len(tail) for tail in tails))
+            values = scaled(table, best, params.temperature)
+    return Scores(values, ids, table.shape[-1], tuple((greatest[:, 0] == -math.inf).tolist()))
 
 
 def adjusted(
@@ -106,14 +88,16 @@ def adjusted(
 ) -> Tensor:
     """[R, V] logits after bias, bans, penalties and grammar; the argument itself (in float32) if there are none.
 
+    Row r's history is context + tails[r]; it predicts the token after it. `allowed` [R, V] bool is the grammar mask.
     Ids the logits do not cover, which a draft with a smaller head may meet, have nothing to adjust.
     """
     params, (rows, vocab_size) = request.params, logits.shape
     if len(tails) != rows:
         raise ValueError(f"{rows} rows of logits need as many tails, got {len(tails)}")
     table = logits if logits.dtype == torch.float64 else logits.float()
-    if params.logit_bias or params.bad_words or params.min_tokens or _penalised(params):
-        table = table.clone()
+    if not (params.logit_bias or params.bad_words or params.min_tokens or _penalised(params)):
+        return table if allowed is None else table.masked_fill(~allowed, -math.inf)
+    table = table.clone()
     bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
     if bias:
         amounts = torch.tensor(list(bias.values()), dtype=torch.float64).clamp(-_MAX_BIAS, _MAX_BIAS)

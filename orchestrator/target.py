@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+import torch
 from torch import Tensor
 
 from saguaro.engines.base import Engine, causal_batch
@@ -42,28 +43,41 @@ class EngineTarget:
             wanted,
             self.engine.block_size,
         )
-        logits = self.engine.forward(batch).logits.split(wanted)
-        return [
-            self._decide(rows, sequence, speculation) if sequence.chunk_end is None else None
-            for rows, sequence, speculation in zip(logits, sequences, speculations, strict=True)
-        ]
+        logits = self.engine.forward(batch).logits
+        outcomes: dict[int, Outcome | ConfigError | None] = dict.fromkeys(range(len(sequences)))
+        trials: dict[int, sampling.Trial] = {}
+        for index, (sequence, speculation) in enumerate(zip(sequences, speculations, strict=True)):
+            if sequence.chunk_end is None:
+                try:
+                    trials[index] = _trial(sequence, speculation, logits)
+                except ConfigError as error:
+                    outcomes[index] = error
+        parts = dict(enumerate(logits.split(wanted)))
+        if any(outcomes.values()):
+            logits = torch.cat([parts[index] for index in trials])
+        outcomes |= zip(trials, sampling.verify(logits, list(trials.values()), self._rule), strict=True)
+        for index in trials:
+            outcome = outcomes[index]
+            if isinstance(outcome, Outcome):
+                self._note(parts[index], sequences[index], speculations[index], outcome)
+        return [outcomes[index] for index in range(len(sequences))]
 
-    def _decide(self, logits: Tensor, sequence: Sequence, speculation: Speculation) -> Outcome | ConfigError:
-        tokens = speculation.tokens
-        try:
-            allowed = None
-            if sequence.grammar:
-                tails = [tokens[:k] for k in range(len(tokens) + 1)]
-                allowed = sequence.grammar.masks(tails, logits.shape[1]).to(logits.device)
-            outcome = sampling.verify(logits, sequence.request, self._rule, sequence.tokens, speculation, allowed)
-        except ConfigError as error:
-            return error
+    def _note(self, logits: Tensor, sequence: Sequence, speculation: Speculation, outcome: Outcome) -> None:
+        """Log probabilities that were asked for, and greedy choices that another batch might not share."""
         if (count := sequence.request.params.logprobs) is not None:
             emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
             sequence.logprobs.extend(token_logprobs(logits, emitted, count))
         if sequence.request.params.temperature == 0:
             # Rows up to the bonus token decided something; in low precision some of it may have been a near thing.
-            best, second = logits[: outcome.accepted + 1].topk(2).values.unbind(-1)
-            close = (best - second <= self._tolerance).nonzero().flatten().tolist()
-            sequence.near_ties.extend(sequence.length + row for row in close)
-        return outcome
+            decided = logits[: outcome.accepted + 1]
+            close = (decided >= decided.amax(-1, keepdim=True) - self._tolerance).sum(-1) > 1
+            sequence.near_ties.extend(sequence.length + row for row in close.nonzero().flatten().tolist())
+
+
+def _trial(sequence: Sequence, speculation: Speculation, logits: Tensor) -> sampling.Trial:
+    """Raises ConfigError when the sequence's grammar cannot be followed."""
+    tokens, allowed = speculation.tokens, None
+    if sequence.grammar:
+        tails = [tokens[:k] for k in range(len(tokens) + 1)]
+        allowed = sequence.grammar.masks(tails, logits.shape[1]).to(logits.device)
+    return sampling.Trial(sequence.request, sequence.tokens, speculation, allowed)

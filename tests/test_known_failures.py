@@ -29,11 +29,11 @@ from saguaro.orchestrator.fan_out_policy import uniform as evenly
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.protocol import DraftRow, Hello
 from saguaro.orchestrator.randomness import Purpose, uniform
-from saguaro.orchestrator.sampling import Candidates, draw_draft, propose, verify
+from saguaro.orchestrator.sampling import Candidates, Trial, draw_draft, propose, verify
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget
-from saguaro.orchestrator.types import Mode, RequestSampling, Rule, SamplingParams, Speculation
+from saguaro.orchestrator.types import Mode, Outcome, RequestSampling, Rule, SamplingParams, Speculation
 from tiny_models import tiny_model
 
 
@@ -79,7 +79,8 @@ def test_i04_q_comes_from_the_rounded_logits_that_were_drawn_from() -> None:
         token, q = draw_draft(candidates, 0, uniform(11, position, Purpose.DRAFT))
         probs = dict(zip(q.ids, q.probs))
         assert probs[0] == probs[1]
-        outcome = verify(target, request, "ratio", range(position), Speculation((token,), (q,)))
+        (outcome,) = verify(target, [Trial(request, range(position), Speculation((token,), (q,)))], "ratio")
+        assert isinstance(outcome, Outcome)
         first[token if outcome.accepted else outcome.bonus] += 1
     assert chisquare([first[i] for i in range(3)], [1500, 900, 600]).pvalue > 1e-3
 

@@ -109,6 +109,13 @@ def test_noise_depends_on_nothing_but_seed_position_and_token(seed, position, to
     assert rows[1].tolist() == noise_bits(seed, position + 1, tokens).tolist()
 
 
+def test_seeds_broadcast_like_positions_and_tokens():
+    seeds = np.array([0, 5, 2**64 - 1, 5], dtype=np.uint64)
+    rows = noise_bits(seeds[:, None], np.array([[3], [3], [9], [2**40]], dtype=np.uint64), np.arange(10))
+    for row, seed, position in zip(rows, seeds.tolist(), (3, 3, 9, 2**40), strict=True):
+        assert row.tolist() == noise_bits(seed, position, np.arange(10)).tolist()
+
+
 def test_the_whole_vocabulary_costs_a_quarter_as_many_blocks(monkeypatch):
     evaluated = []
 
@@ -143,7 +150,7 @@ def test_noise_is_bounded_and_increasing():
 @untimed
 @given(st.floats(-5, 20))
 def test_bits_reaching_a_level_is_a_bound_and_a_close_one(level):
-    least = bits_reaching(level)
+    least = int(bits_reaching(np.array(level)))
     assert 0 <= least < 2**24
     if least > 0:
         assert gumbel_of(np.array([least - 1]))[0] < level

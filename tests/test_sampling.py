@@ -24,20 +24,21 @@ from saguaro.orchestrator import sampling
 from saguaro.orchestrator.randomness import GUMBEL_MAX, Purpose, gumbel, uniform, uniforms
 from saguaro.orchestrator.sampling import (
     Candidates,
+    Trial,
     accept_ratio,
     acceptance,
     cache_aware,
     check_vocabulary,
-    choose,
     coupled_acceptance,
     draw,
     draw_draft,
     needs_history,
     propose,
     residual,
-    verify,
 )
-from saguaro.orchestrator.scores import _mass, target_scores
+from saguaro.orchestrator.sampling import choose as choose_all
+from saguaro.orchestrator.sampling import verify as verify_all
+from saguaro.orchestrator.scores import _mass, adjusted, filtered
 from saguaro.orchestrator.types import Outcome, RequestSampling, SamplingParams, SparseProbs, Speculation
 
 DRAWS = 200_000
@@ -55,11 +56,26 @@ def logits_of(*rows):
 
 
 def scores(*chain):
-    """[R, V] scores of the target's chain, whose softmax is p. An empty row is refused, as when it is read."""
-    result = target_scores(*chain)
-    for row in range(len(result.values)):
-        result.row(row)
-    return result.dense()
+    """[R, V] scores of the target's chain, whose softmax is p."""
+    return target_scores(*chain).dense()
+
+
+def target_scores(logits, request, context, tails, allowed=None):
+    return filtered(adjusted(logits, request, context, tails, allowed), request.params)
+
+
+def verify(logits, request, rule, context, speculation, allowed=None):
+    """One trial."""
+    (outcome,) = verify_all(logits, [Trial(request, context, speculation, allowed)], rule)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
+
+
+def choose(row, seed, position, ids=None):
+    """One row."""
+    ids = None if ids is None else ids.numpy()[None]
+    return int(choose_all(row.numpy()[None], np.array([seed], np.uint64), np.array([position]), ids)[0])
 
 
 def probs_of(table):
@@ -300,11 +316,56 @@ def test_no_temperature_overflows(temperature):
 def test_an_empty_row_is_refused_and_names_the_reasons():
     banned = request(bad_words=((0,), (1,)))
     with pytest.raises(ConfigError, match=r"no token may follow at position 3: bad_words, min_tokens.*all 2 tokens"):
-        scores(torch.zeros(1, 2), banned, [0, 0], [(1,)])
+        verify(torch.zeros(1, 2), banned, "coupled", [0, 0, 1], Speculation())
     for params in ({}, {"top_p": 0.5}, {"temperature": 0.5, "top_k": 1}, {"min_p": 0.5}, {"temperature": 0.0}):
         nothing = torch.zeros(1, 2, dtype=torch.bool)
         with pytest.raises(ConfigError, match="position 1"):
-            scores(torch.zeros(1, 2), request(**params), [0], NO_TAIL, nothing)
+            verify(torch.zeros(1, 2), request(**params), "coupled", [0], Speculation(), nothing)
+
+
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 3},
+    {"temperature": 0.7, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "logit_bias": {2: 1.5}},
+    {"temperature": 0.0, "bad_words": ((4,),), "frequency_penalty": 0.5},
+)
+
+
+@settings(untimed, max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from(["coupled", "ratio"]))
+def test_a_round_of_many_decides_as_each_alone(seed, count, rule):
+    generator = np.random.default_rng(seed)
+    trials, tables = [], []
+    for index in range(count):
+        size = int(generator.integers(0, 4))
+        tokens = tuple(generator.integers(0, 23, size).tolist())
+        context = generator.integers(0, 23, int(generator.integers(1, 6))).tolist()
+        drawn = request(int(generator.integers(2**63)), **KINDS[int(generator.integers(len(KINDS)))])
+        allowed = torch.from_numpy(generator.random((size + 1, 23)) < 0.5) if generator.random() < 0.3 else None
+        trials.append(Trial(drawn, context, Speculation(tokens), allowed))
+        tables.append(random_logits(size + 1, 23, seed + index))
+    together = verify_all(torch.cat(tables), trials, rule)
+    for outcome, table, trial in zip(together, tables, trials, strict=True):
+        (alone,) = verify_all(table, [trial], rule)
+        if isinstance(alone, ConfigError):
+            assert str(outcome) == str(alone)
+        else:
+            assert outcome == alone
+
+
+def test_rows_choose_with_their_own_seeds_and_positions():
+    table = random_logits(40, 301).numpy()
+    table[7] = -np.inf  # nothing may follow; the others do not notice
+    seeds, positions = np.arange(40, dtype=np.uint64) * 2**58, np.arange(40) * 3
+    together = choose_all(table, seeds, positions)
+    ids = np.argsort(-table, kind="stable")
+    listed = choose_all(np.take_along_axis(table, ids, 1), seeds, positions, ids)
+    for row in set(range(40)) - {7}:
+        assert (
+            together[row] == listed[row] == unpruned(torch.from_numpy(table[row]), int(seeds[row]), int(positions[row]))
+        )
 
 
 def test_an_empty_row_matters_only_if_it_is_reached():
@@ -859,7 +920,7 @@ def test_an_impossible_speculation_is_a_protocol_error(speculation, message):
 
 
 def test_rows_must_match_the_speculation():
-    with pytest.raises(ValueError, match="2 draft tokens need 3 rows of logits, got 2"):
+    with pytest.raises(ValueError, match="the trials have 3 rows, the logits 2"):
         verify(torch.zeros(2, 5), request(), "coupled", [0], Speculation((1, 2)))
     with pytest.raises(ValueError, match="2 rows of logits need as many tails, got 1"):
         scores(torch.zeros(2, 5), request(), [0], NO_TAIL)
