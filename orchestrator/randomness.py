@@ -42,13 +42,15 @@ def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]
     """
     multipliers = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
     weyl = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
-    seed = np.asarray(seeds, dtype=np.uint64).reshape(-1)
-    keys = np.stack([seed & _WORD, seed >> _HALF])  # [2, 1 or n]
+    seed = np.broadcast_to(np.asarray(seeds, dtype=np.uint64), counters.shape[1:])
     words = np.empty_like(counters)
     for start in range(0, counters.shape[1], _CHUNK):
         part = slice(start, start + _CHUNK)
         even, odd = counters[0::2, part], counters[1::2, part]
-        key = keys if keys.shape[1] == 1 else keys[:, part]
+        own = seed[part]
+        if (own == own[0]).all():
+            own = own[:1]  # many counters of one seed are the rule: one key serves them all
+        key = np.stack([own & _WORD, own >> _HALF])  # [2, 1 or n]
         for _ in range(_ROUNDS):
             products = (multipliers * even)[::-1]
             even, odd = (products >> _HALF) ^ odd ^ key, products & _WORD

@@ -72,6 +72,8 @@ Probs = NDArray[Any]
 
 # Tokens this close to the best are tried first: their total bounds the noise that tokens further below would need.
 _NEAR = 4.0
+_IN_CACHE = 1 << 17  # scores that are looked at together
+_AT_ONCE = 1 << 18  # scores among which it is not worth while to look at a row only when the one before it is accepted
 _SUM_TOLERANCE = 1e-6
 
 
@@ -79,53 +81,69 @@ _SUM_TOLERANCE = 1e-6
 
 
 def choose(
-    scores: NDArray[Any], seeds: NDArray[np.uint64], positions: NDArray[np.int64], ids: NDArray[np.int64] | None = None
+    scores: NDArray[Any],
+    rows: NDArray[np.int64],
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    ids: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """[R] argmax(score + Gumbel noise), the lowest id on a tie; each row has a seed and a position.
+    """[n] argmax(score + Gumbel noise) of n rows, each with a seed and a position; the lowest id on a tie.
 
-    `scores` are [R, V], or lists [R, n] whose tokens `ids` names. A row without any finite score gives some token.
+    `scores` are [R, V], or lists [R, m] whose tokens `ids` names. A row without any finite score gives some token.
     Over the vocabulary the noise is evaluated only where it can win; it is bounded, so the result is that of all V.
     Noise of 24 bits draws from softmax(row) to within some 1e-7; a token 20.2 below the best (p < 2e-9) is never drawn.
     """
+    count = len(rows)
     if ids is not None:
-        rows, columns = np.nonzero(scores > -np.inf)
-        tokens = ids[rows, columns]
-        return _best(rows, tokens, scores[rows, columns] + gumbel(seeds[rows], positions[rows], tokens), len(scores))
-    best = scores.max(1).astype(np.float64)
+        index, columns = np.nonzero(scores[rows] > -np.inf)
+        tokens = ids[rows[index], columns]
+        totals = scores[rows[index], columns] + gumbel(seeds[index], positions[index], tokens)
+        return _best(index, tokens, totals, count)
+    best = np.array([scores[row].max() for row in rows], np.float64)
     near = np.where(np.isfinite(best), best, 0.0) - _NEAR
-    found = _contenders(scores, near, np.zeros(len(scores), np.int64), seeds, positions)
-    leader = np.full(len(scores), -np.inf)
+    found = _contenders(scores, rows, near, np.zeros(count, np.int64), seeds, positions)
+    leader = np.full(count, -np.inf)
     np.maximum.at(leader, found[0], found[2])
     # Below `near` only noise above leader - near wins, which few tokens have; below leader - GUMBEL_MAX none does.
     slack = 1e-12 * (1 + np.abs(leader))  # more than the sums are rounded by
     with np.errstate(invalid="ignore"):  # of a row without any finite score
         least_bits = bits_reaching(leader - near - slack)
         bound = leader - GUMBEL_MAX - slack
-    further = _contenders(scores, np.where(np.isfinite(bound), bound, np.inf), least_bits, seeds, positions)
-    rows, tokens, totals = (np.concatenate(parts) for parts in zip(found, further, strict=True))
-    return _best(rows, tokens, totals, len(scores))
+    bound = np.where(np.isfinite(bound), bound, np.inf)
+    further = _contenders(scores, rows, bound, least_bits, seeds, positions)
+    index, tokens, totals = (np.concatenate(parts) for parts in zip(found, further, strict=True))
+    return _best(index, tokens, totals, count)
 
 
 def _contenders(
     scores: NDArray[Any],
+    rows: NDArray[np.int64],
     bounds: NDArray[np.float64],
     least_bits: NDArray[np.int64],
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int64],
-) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float64]]:
-    """Row and token of the [R, V] scores that reach their row's bound and whose noise reaches its `least_bits`; and
-    score + noise of each."""
-    rows, columns = scores.shape
-    flags = np.zeros((rows, -(-columns // LANES) * LANES), dtype=bool)
-    # In the type of the scores; rounding is monotonic, so the bound does not pass a score it was below.
-    np.greater_equal(scores, bounds.astype(scores.dtype)[:, None], out=flags[:, :columns])
-    flags_of_block = flags.view(np.uint32)
-    row, block = np.nonzero(flags_of_block)
-    reached = flags_of_block[row, block].view(np.bool_).reshape(-1, LANES)
-    bits = block_bits(seeds[row], positions[row], block)
-    able, lane = np.nonzero(reached & (bits >= least_bits[row][:, None]))
-    row, tokens = row[able], block[able] * LANES + lane
-    return row, tokens, scores[row, tokens] + gumbel_of(bits[able, lane])
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """The scores [R, V] of `rows` [n] that reach their row's bound and whose noise reaches its `least_bits`: place of
+    the row in `rows`, token, score + noise."""
+    columns = scores.shape[1]
+    blocks_of_row = -(-columns // LANES)
+    limits = bounds.astype(scores.dtype)  # rounding is monotonic, so a bound does not pass a score it was below
+    places, reached = [], []
+    step = max(1, _IN_CACHE // columns)
+    for start in range(0, len(rows), step):
+        part = scores[rows[start : start + step]]
+        flags = np.zeros((len(part), blocks_of_row * LANES), dtype=bool)
+        np.greater_equal(part, limits[start : start + step, None], out=flags[:, :columns])
+        flags_of_block = flags.view(np.uint32).reshape(-1)
+        place = np.flatnonzero(flags_of_block)
+        places.append(start * blocks_of_row + place)
+        reached.append(flags_of_block[place])
+    index, block = np.divmod(np.concatenate(places), blocks_of_row)
+    bits = block_bits(seeds[index], positions[index], block)
+    able = np.concatenate(reached).view(np.bool_).reshape(-1, LANES) & (bits >= least_bits[index, None])
+    found, lane = np.divmod(np.flatnonzero(able), LANES)
+    index, tokens = index[found], block[found] * LANES + lane
+    return index, tokens, scores[rows[index], tokens] + gumbel_of(bits[found, lane])
 
 
 def _best(
@@ -324,53 +342,79 @@ def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome 
     return [outcomes[index] for index in range(len(trials))]
 
 
-def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> Iterator[Outcome | ConfigError]:
+def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
     """The outcomes of trials with equal filters, from their scores."""
-    greedy = trials[0].request.params.temperature == 0
-    choices: list[int] = []
-    if greedy or rule == "coupled":
-        values = scores.values.cpu().numpy()
-        if greedy:
-            choices = values.argmax(1).tolist()
-        else:
-            seeds = np.repeat(np.array([t.request.seed for t in trials], np.uint64), [t.rows for t in trials])
-            positions = np.concatenate([len(t.context) + np.arange(t.rows) for t in trials])
-            choices = choose(
-                values, seeds, positions, None if scores.ids is None else scores.ids.cpu().numpy()
-            ).tolist()
-    first = 0
-    for trial in trials:
-        rows = _reached(scores, first, trial)
-        first += trial.rows
-        try:
-            if choices:
-                yield accept_coupled((choices[row] for row in rows), trial.speculation.tokens)
-            else:
-                yield _reject(scores, rows, trial)
-        except ConfigError as error:
-            yield error
+    firsts = np.cumsum([0, *(trial.rows for trial in trials)])[:-1].tolist()
+    if rule == "ratio" and trials[0].request.params.temperature > 0:
+        return [_reject(scores, first, trial) for first, trial in zip(firsts, trials, strict=True)]
+    values = scores.values.cpu().numpy()
+    ids = None if scores.ids is None else scores.ids.cpu().numpy()
+    choices: list[list[int]] = [[] for _ in trials]
+    going = list(range(len(trials)))
+    while going:  # the rows behind a rejected token need not be looked at: a few at a time, if they are long
+        ahead = max(1, _AT_ONCE // (len(going) * values.shape[1]))
+        rows = [
+            (index, k)
+            for index in going
+            for k in range(len(choices[index]), min(len(choices[index]) + ahead, trials[index].rows))
+        ]
+        found = _choices(
+            values, ids, [firsts[index] + k for index, k in rows], [(trials[index], k) for index, k in rows]
+        )
+        for (index, _), choice in zip(rows, found, strict=True):
+            choices[index].append(choice)
+        going = [index for index in going if _goes_on(choices[index], trials[index])]
+    outcomes: list[Outcome | ConfigError] = []
+    for trial, first, chosen in zip(trials, firsts, choices, strict=True):
+        outcome = accept_coupled(chosen, trial.speculation.tokens)
+        empty = next((k for k in range(outcome.accepted + 1) if scores.empty[first + k]), None)
+        outcomes.append(outcome if empty is None else _nothing_follows(len(trial.context) + empty, scores.vocab_size))
+    return outcomes
 
 
-def _reached(scores: Scores, first: int, trial: Trial) -> Iterator[int]:
-    """Rows of a trial, one after the other. Raises ConfigError at one after which nothing may follow."""
-    for row in range(first, first + trial.rows):
-        if scores.empty[row]:
-            raise ConfigError(
-                f"no token may follow at position {len(trial.context) + row - first}: bad_words, min_tokens (which "
-                f"bans the stop tokens) and the grammar together exclude all {scores.vocab_size} tokens; relax one of "
-                "them"
-            )
-        yield row
+def _goes_on(choices: Sequence[int], trial: Trial) -> bool:
+    """Whether all draft tokens so far are the target's own choices, and there are more rows."""
+    return len(choices) < trial.rows and all(map(int.__eq__, choices, trial.speculation.tokens))
 
 
-def _reject(scores: Scores, rows: Iterator[int], trial: Trial) -> Outcome:
-    first = len(trial.context)
-    return accept_ratio(
-        (_probs(scores, row) for row in rows),
-        trial.speculation,
-        uniforms(trial.request.seed, range(first, first + trial.rows - 1), Purpose.ACCEPT),
-        uniform(trial.request.seed, first, Purpose.BONUS),
+def _choices(
+    values: NDArray[Any], ids: NDArray[np.int64] | None, rows: Sequence[int], places: Sequence[tuple[Trial, int]]
+) -> list[int]:
+    """What the target itself says in each of these rows, of which each is the k-th of a trial."""
+    if places[0][0].request.params.temperature == 0:
+        return [int(values[row].argmax()) for row in rows]
+    seeds = np.array([trial.request.seed for trial, _ in places], np.uint64)
+    positions = np.array([len(trial.context) + k for trial, k in places])
+    chosen: list[int] = choose(values, np.array(rows), seeds, positions, ids).tolist()
+    return chosen
+
+
+def _nothing_follows(position: int, vocab_size: int) -> ConfigError:
+    return ConfigError(
+        f"no token may follow at position {position}: bad_words, min_tokens (which bans the stop tokens) and the "
+        f"grammar together exclude all {vocab_size} tokens; relax one of them"
     )
+
+
+def _reject(scores: Scores, first: int, trial: Trial) -> Outcome | ConfigError:
+    """The rule `ratio` for the rows from `first` on."""
+    start = len(trial.context)
+
+    def rows() -> Iterator[Probs]:
+        for k in range(trial.rows):
+            if scores.empty[first + k]:
+                raise _nothing_follows(start + k, scores.vocab_size)
+            yield _probs(scores, first + k)
+
+    try:
+        return accept_ratio(
+            rows(),
+            trial.speculation,
+            uniforms(trial.request.seed, range(start, start + trial.rows - 1), Purpose.ACCEPT),
+            uniform(trial.request.seed, start, Purpose.BONUS),
+        )
+    except ConfigError as error:
+        return error
 
 
 def _probs(scores: Scores, row: int) -> NDArray[np.float64]:

@@ -75,7 +75,7 @@ def verify(logits, request, rule, context, speculation, allowed=None):
 def choose(row, seed, position, ids=None):
     """One row."""
     ids = None if ids is None else ids.numpy()[None]
-    return int(choose_all(row.numpy()[None], np.array([seed], np.uint64), np.array([position]), ids)[0])
+    return int(choose_all(row.numpy()[None], np.array([0]), np.array([seed], np.uint64), np.array([position]), ids)[0])
 
 
 def probs_of(table):
@@ -336,6 +336,7 @@ KINDS = (
 @settings(untimed, max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from(["coupled", "ratio"]))
 def test_a_round_of_many_decides_as_each_alone(seed, count, rule):
+    """Whatever is looked at at once: here a row or two."""
     generator = np.random.default_rng(seed)
     trials, tables = [], []
     for index in range(count):
@@ -346,7 +347,9 @@ def test_a_round_of_many_decides_as_each_alone(seed, count, rule):
         allowed = torch.from_numpy(generator.random((size + 1, 23)) < 0.5) if generator.random() < 0.3 else None
         trials.append(Trial(drawn, context, Speculation(tokens), allowed))
         tables.append(random_logits(size + 1, 23, seed + index))
-    together = verify_all(torch.cat(tables), trials, rule)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_AT_ONCE", int(generator.integers(1, 200)))
+        together = verify_all(torch.cat(tables), trials, rule)
     for outcome, table, trial in zip(together, tables, trials, strict=True):
         (alone,) = verify_all(table, [trial], rule)
         if isinstance(alone, ConfigError):
@@ -355,17 +358,20 @@ def test_a_round_of_many_decides_as_each_alone(seed, count, rule):
             assert outcome == alone
 
 
-def test_rows_choose_with_their_own_seeds_and_positions():
+def test_rows_choose_with_their_own_seeds_and_positions(monkeypatch):
     table = random_logits(40, 301).numpy()
     table[7] = -np.inf  # nothing may follow; the others do not notice
     seeds, positions = np.arange(40, dtype=np.uint64) * 2**58, np.arange(40) * 3
-    together = choose_all(table, seeds, positions)
+    rows = np.random.default_rng(0).permutation(40)
+    together = choose_all(table, rows, seeds, positions)
     ids = np.argsort(-table, kind="stable")
-    listed = choose_all(np.take_along_axis(table, ids, 1), seeds, positions, ids)
-    for row in set(range(40)) - {7}:
-        assert (
-            together[row] == listed[row] == unpruned(torch.from_numpy(table[row]), int(seeds[row]), int(positions[row]))
-        )
+    listed = choose_all(np.take_along_axis(table, ids, 1), rows, seeds, positions, ids)
+    monkeypatch.setattr(sampling, "_IN_CACHE", 700)  # two rows at a time
+    assert choose_all(table, rows, seeds, positions).tolist() == together.tolist()
+    for place, row in enumerate(rows):
+        if row != 7:
+            expected = unpruned(torch.from_numpy(table[row]), int(seeds[place]), int(positions[place]))
+            assert together[place] == listed[place] == expected
 
 
 def test_an_empty_row_matters_only_if_it_is_reached():
