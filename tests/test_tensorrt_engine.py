@@ -5,12 +5,15 @@ The engine's contract is in `test_engines.py`; what the network computes, in `te
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec, patch
 
 import pytest
 import torch
@@ -38,6 +41,7 @@ from saguaro.build.recipe import Recipe, TensorrtOptions, Tiny  # noqa: E402
 from saguaro.build.tensorrt import TensorrtBuild  # noqa: E402
 from saguaro.build.tiny import TinyWeights  # noqa: E402
 from saguaro.engines.tensorrt import engine as runtime  # noqa: E402
+from saguaro.engines.tensorrt.cuda import Cuda  # noqa: E402
 from saguaro.engines.tensorrt.engine import TensorrtEngine  # noqa: E402
 from saguaro.engines.tensorrt.inputs import INPUTS, Layout, parts  # noqa: E402
 from saguaro.engines.tensorrt.log import Log  # noqa: E402
@@ -464,3 +468,73 @@ def test_every_input_is_one_of_the_attentions_or_a_rows() -> None:
         "fork",
         "branch",
     }
+
+
+# CUDA ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_stream_is_in_order_with_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own classes, of which nothing but the signatures is at work."""
+    log = Mock()
+    own, caller = (create_autospec(torch.cuda.Stream, instance=True, spec_set=True) for _ in range(2))
+    log.attach_mock(own.wait_stream, "own_waits_for")
+    log.attach_mock(caller.wait_stream, "caller_waits_for")
+    graph = create_autospec(torch.cuda.CUDAGraph, instance=True)
+    captured = create_autospec(torch.cuda.graph)
+    log.attach_mock(captured.return_value.__enter__, "begin")
+    log.attach_mock(captured.return_value.__exit__, "end")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    monkeypatch.setattr(torch.cuda, "stream", create_autospec(torch.cuda.stream))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    cuda = Cuda()
+    assert (str(cuda.device), cuda.capability) == ("cuda:1", "9.0")
+    with cuda.on_stream():
+        replay = cuda.capture(log.enqueue)
+    names = [name for name, _, _ in log.mock_calls]
+    assert names == ["own_waits_for", "begin", "enqueue", "end", "caller_waits_for"]
+    assert captured.call_args.kwargs == {"stream": own}
+    own.wait_stream.assert_called_once_with(caller)
+    caller.wait_stream.assert_called_once_with(own)
+    replay()
+    graph.replay.assert_called_once_with()
+
+
+# The script for a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    path = Path(__file__).parent / "gpu" / "tensorrt_draft.py"
+    spec = importlib.util.spec_from_file_location("gpu_tensorrt_draft", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with patch.object(sys, "path", list(sys.path)), patch.dict(sys.modules, {"gpu_tensorrt_draft": module}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gpu_script_checks_on_stand_ins_where_there_is_no_gpu(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tmp_path / "found.json"
+    assert script.main(["--cpu", "--out", str(found)]) == 0
+    assert "llama, qwen3 on cpu: 0 forwards wrong" in capsys.readouterr().out
+    assert json.loads(found.read_text()) == {"device": "cpu", "wrong": []}
+    monkeypatch.setattr(script, "TOLERANCE", -1.0)
+    monkeypatch.setattr(script, "FAMILIES", ["llama"])
+    assert script.main(["--cpu", "--out", str(found)]) == 1
+    assert len(json.loads(found.read_text())["wrong"]) == 2 * 6
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        script.main(["--out", str(found)])
+    assert "no CUDA device; --cpu checks the engine's loop" in capsys.readouterr().err
+
+
+def test_the_gpu_script_s_table(script: Any) -> None:
+    page = script.table([script.Result(32768, 4, 16, 1024, 812.3, 903.9, 700.4)])
+    assert page.endswith("| 32768 | 4 | 16 | 1024 | 812 | 904 | 700 | 1.16 |\n")
