@@ -32,6 +32,7 @@ from saguaro.engines.tensorrt.network import DraftNetwork, Limits
 from saguaro.errors import ConfigError, EngineError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TENSOR_VALUES = 1 << 31  # TensorRT's limit for one tensor
 
 
 class TensorrtBuild:
@@ -67,7 +68,14 @@ class TensorrtBuild:
                 )
             capability = Cuda().capability
         self._capability = capability
-        options = self._options
+        options, config = self._options, self._model.config
+        values = options.max_kv_tokens * config.num_key_value_heads * head_dim(config)
+        if values >= _TENSOR_VALUES:
+            most = options.max_kv_tokens * (_TENSOR_VALUES - 1) // values
+            raise ConfigError(
+                f"recipe {recipe.name}: tensorrt.max_kv_tokens is {options.max_kv_tokens}, but TensorRT takes tensors "
+                f"of less than 2^31 values, which is {most} tokens of this model in a layer's pool."
+            )
         self._limits = Limits(
             max_sequences=options.max_batch_size,
             max_rows=options.max_rows,

@@ -70,7 +70,7 @@ class Stream:
         self._captured = graph
         enqueue()
         self._captured = None
-        assert graph
+        assert graph, "nothing was captured"
 
         def replay() -> None:
             assert self._entered

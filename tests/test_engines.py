@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -453,6 +454,14 @@ def test_weights_and_pool_must_fit_together(tmp_path: Path) -> None:
 def test_an_engine_that_is_not_loaded_this_way_is_refused(tmp_path: Path) -> None:
     save_engine(tiny_model("llama"), tmp_path, engine="trtllm")
     with pytest.raises(EngineError, match="built for the engine 'trtllm'.*known: pytorch"):
+        load_engine(tmp_path)
+
+
+def test_an_engine_whose_package_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_engine(tiny_model("llama"), tmp_path, engine="tensorrt")
+    monkeypatch.delitem(sys.modules, "saguaro.engines.tensorrt.engine", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # importing it fails
+    with pytest.raises(EngineError, match="engine 'tensorrt', which needs the package tensorrt, and that is not"):
         load_engine(tmp_path)
 
 

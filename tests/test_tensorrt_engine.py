@@ -19,11 +19,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from harness import Pair
 from saguaro.engines import load_engine
 from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
-from saguaro.engines.manifest import Manifest
+from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.errors import CapacityError, ConfigError, EngineError
 from saguaro.orchestrator.drafters.model import ModelDrafter
@@ -143,6 +145,44 @@ def test_what_tensorrt_refuses_is_an_error(refused: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(Context, f"_{refused}", lambda self, **values: False)
     with pytest.raises(EngineError, match="TensorRT refused .*; its log says why"):
         engine_of(tiny_model("llama", num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "stand_in", "message"),
+    [
+        ("bind", lambda self, layout: None, "TensorRT refused a forward"),  # inputs without shape and address
+        ("enqueue", lambda self: None, "nothing was captured"),
+        ("_set", lambda self, name, shape, address: None, "does not know the shape of .*key_pool"),
+    ],
+)
+def test_a_loop_that_leaves_out_a_step_does_not_pass(
+    attribute: str, stand_in: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime._Context, attribute, stand_in)
+    with pytest.raises((EngineError, AssertionError), match=message):
+        engine_of(tiny_model("llama", num_hidden_layers=1))
+
+
+def test_pools_that_are_not_bound_in_place_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = runtime._Context._address
+    elsewhere = torch.zeros(1 << 16)
+    monkeypatch.setattr(
+        runtime._Context,
+        "_address",
+        lambda self, name, address: bound(self, name, elsewhere.data_ptr() if "updated" in name else address),
+    )
+    with pytest.raises(AssertionError, match="must be the memory of"):
+        engine_of(tiny_model("llama", num_hidden_layers=1))
+
+
+def test_a_graph_must_not_be_captured_with_new_shapes_or_changed_afterwards() -> None:
+    engine = engine_of(tiny_model("llama", num_hidden_layers=1))
+    bucket = engine._buckets[-1]
+    with pytest.raises(AssertionError, match="must be left alone"):
+        bucket._context.bind(bucket._layout)
+    engine._prompts.bind(bucket._layout)
+    with engine._cuda.on_stream(), pytest.raises(AssertionError, match="would be captured"):
+        engine._cuda.capture(engine._prompts.enqueue)
 
 
 # Parts and their layout -----------------------------------------------------------------------------------------------
@@ -426,15 +466,30 @@ def test_a_network_that_is_no_draft_is_refused() -> None:
         ({"tp": 2}, ConfigError, "tp is 2"),
         ({"max_model_len": 65}, ConfigError, "max_model_len is 65"),
         ({}, EngineError, "TensorRT compiles on the GPU it compiles for, and there is none here"),
+        (
+            {"tensorrt": TensorrtOptions(max_kv_tokens=2**28), "capability": "9.0"},
+            ConfigError,
+            "max_kv_tokens is 268435456, .* less than 2.31 values, which is 134217727 tokens",
+        ),
     ],
 )
 def test_recipes_that_cannot_be_compiled_are_refused(
     changes: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    capability = changes.pop("capability", None)
     recipe = Recipe(**{"name": "test", "engine": "tensorrt", "tiny": TINY, "dtype": "float32"} | changes)
     with pytest.raises(error, match=message):
-        TensorrtBuild(recipe, TinyWeights(TINY))
+        TensorrtBuild(recipe, TinyWeights(TINY), capability=capability)
+
+
+def test_a_reduced_head_is_for_tokenizers_that_number_by_frequency(tmp_path: Path) -> None:
+    recipe = Recipe("test", "tensorrt", tiny=TINY, dtype="float32", tensorrt=replace(OPTIONS, vocabulary=100))
+    work = TensorrtBuild(recipe, TinyWeights(TINY), capability="9.0")
+    Tokenizer(WordLevel({f"word {i}": i for i in range(300)})).save(str(tmp_path / TOKENIZER))
+    with pytest.raises(ConfigError, match="most frequent tokens of a BPE tokenizer; the model's is WordLevel"):
+        work._kept(tmp_path, 300)
+    assert work._kept(tmp_path, 100) is None  # all there are
 
 
 @pytest.mark.parametrize(
