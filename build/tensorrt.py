@@ -38,23 +38,17 @@ _TENSOR_VALUES = 1 << 31  # TensorRT's limit for one tensor
 class TensorrtBuild:
     """One build, checked before anything is written.
 
-    `capability`: of the device to compile for, such as 9.0; that of the current one if not given. `timing_cache`: a
-    file of what TensorRT measured in earlier builds, read and written.
+    `capability`: of the device to compile for, such as 9.0; that of the current one if not given. `timings`: a folder
+    for what TensorRT measures, so that the next build need not.
 
     Raises ConfigError, EngineError or ModelError when recipe, model and this engine do not fit each other.
     """
 
     def __init__(
-        self, recipe: Recipe, weights: Weights, *, capability: str | None = None, timing_cache: Path | None = None
+        self, recipe: Recipe, weights: Weights, *, capability: str | None = None, timings: Path | None = None
     ) -> None:
         self._model = SourceModel(recipe, weights)
         self._options = recipe.tensorrt or TensorrtOptions()
-        self._timing_cache = timing_cache
-        if recipe.dtype not in _DTYPES:
-            raise ConfigError(
-                f"recipe {recipe.name}: dtype is {recipe.dtype}, but an engine for tensorrt is built in "
-                f"{' or '.join(_DTYPES)}."
-            )
         if recipe.tp != 1:
             raise ConfigError(
                 f"recipe {recipe.name}: tp is {recipe.tp}, but an engine for tensorrt runs on one device."
@@ -68,6 +62,7 @@ class TensorrtBuild:
                 )
             capability = Cuda().capability
         self._capability = capability
+        self._timing_cache = timings and timings / f"tensorrt-{trt.__version__}-{capability}.cache"
         options, config = self._options, self._model.config
         values = options.max_kv_tokens * config.num_key_value_heads * head_dim(config)
         if values >= _TENSOR_VALUES:

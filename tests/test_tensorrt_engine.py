@@ -39,6 +39,7 @@ from tiny_models import tiny_model
 pytest.importorskip("triton", reason="the kernel language comes with torch's CUDA builds and the extra `kernels`")
 trt = load_tensorrt()
 
+from saguaro.build import driver  # noqa: E402
 from saguaro.build.recipe import Recipe, TensorrtOptions, Tiny  # noqa: E402
 from saguaro.build.tensorrt import TensorrtBuild  # noqa: E402
 from saguaro.build.tiny import TinyWeights  # noqa: E402
@@ -329,7 +330,7 @@ OPTIONS = TensorrtOptions(
 
 def build(directory: Path, dtype: Any = "float32", capability: str = "9.0", **options: Any) -> Path:
     recipe = Recipe("test", "tensorrt", tiny=TINY, dtype=dtype, tensorrt=replace(OPTIONS, **options))
-    work = TensorrtBuild(recipe, TinyWeights(TINY), capability=capability, timing_cache=directory / "times")
+    work = TensorrtBuild(recipe, TinyWeights(TINY), capability=capability, timings=directory / "timings")
     read: list[int] = []
     made = directory / "engine"
     made.mkdir()
@@ -356,7 +357,7 @@ def test_a_built_engine_is_loaded_and_computes_what_the_pytorch_engine_does(tmp_
     directory = build(tmp_path)
     engine = load(directory)
     assert (engine.vocab_size, engine.max_model_len, engine.block_size, engine.num_blocks) == (300, 64, 4, 60)
-    assert (tmp_path / "times").read_bytes() == b"times"
+    assert (tmp_path / "timings" / f"tensorrt-{trt.__version__}-9.0.cache").read_bytes() == b"times"
     manifest = Manifest.load(directory)
     assert (manifest.engine, manifest.device, manifest.dtype, manifest.tp) == ("tensorrt", "9.0", "float32", 1)
     assert manifest.versions["tensorrt"] == trt.__version__
@@ -369,6 +370,19 @@ def test_a_built_engine_is_loaded_and_computes_what_the_pytorch_engine_does(tmp_
     assert Manifest.load(other).token_map_sha256 == manifest.token_map_sha256
     batch = causal_batch([list(range(20))], [0], [range(5)], [20], 4)
     torch.testing.assert_close(engine.forward(batch).logits, load(other).forward(batch).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_saguaro_build_builds_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saguaro.build.tensorrt.Cuda", Stream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(driver, "find_spec", lambda name: name)
+    recipe = Recipe("test", "tensorrt", tiny=TINY, dtype="float32", tensorrt=OPTIONS)
+    directory = driver.build(recipe, tmp_path, progress=False)
+    assert load(directory).vocab_size == 300
+    monkeypatch.setattr(TensorrtBuild, "write", None)
+    assert driver.build(recipe, tmp_path, progress=False) == directory
+    assert len(list((tmp_path / "timings").iterdir())) == 1
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -462,7 +476,6 @@ def test_a_network_that_is_no_draft_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"dtype": "int8"}, ConfigError, "dtype is int8, but an engine for tensorrt is built in float32 or bfloat16"),
         ({"tp": 2}, ConfigError, "tp is 2"),
         ({"max_model_len": 65}, ConfigError, "max_model_len is 65"),
         ({}, EngineError, "TensorRT compiles on the GPU it compiles for, and there is none here"),
