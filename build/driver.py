@@ -111,7 +111,7 @@ def _build_from_weights(
     if recipe.engine == "tensorrt":
         from saguaro.build.tensorrt import TensorrtBuild
 
-        work = TensorrtBuild(recipe, weights, timings=store / "timings")
+        work = TensorrtBuild(recipe, weights, timings=store / "timing")
     else:
         work = PytorchBuild(recipe, weights)
     require_space(staging, work.size + _SPARE, f"the engine {recipe.name}")

@@ -382,7 +382,7 @@ def test_saguaro_build_builds_it_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load(directory).vocab_size == 300
     monkeypatch.setattr(TensorrtBuild, "write", None)
     assert driver.build(recipe, tmp_path, progress=False) == directory
-    assert len(list((tmp_path / "timings").iterdir())) == 1
+    assert len(list((tmp_path / "timing").iterdir())) == 1
 
 
 @pytest.mark.usefixtures("stand_ins")
