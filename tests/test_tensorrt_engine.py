@@ -189,16 +189,17 @@ def test_a_graph_must_not_be_captured_with_new_shapes_or_changed_afterwards() ->
 # Parts and their layout -----------------------------------------------------------------------------------------------
 
 
+WIDTH = 30 + 4 + 20 * 4  # prefix, trunk and branches at four depths, at most
 counts = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data(), st.integers(1, 9), st.integers(1, 3))
 def test_parts_are_the_batch_row_for_row(data: st.DataObject, max_rows: int, max_sequences: int) -> None:
     """Every row once and in order, with its token, place and columns; no part larger than allowed."""
     fans = data.draw(st.lists(counts, min_size=1, max_size=5).filter(lambda fans: sum(map(sum, fans)) > 0))
     prefixes = data.draw(st.lists(st.integers(0, 30), min_size=len(fans), max_size=len(fans)))
-    tables = [[*range(100 * s, 100 * s + 90)] for s in range(len(fans))]
+    tables = [[*range(200 * s, 200 * s + WIDTH)] for s in range(len(fans))]
     total = sum(map(sum, fans))
     if data.draw(st.booleans()):
         tokens, depth = torch.arange(total), data.draw(st.integers(0, 3))
@@ -209,7 +210,7 @@ def test_parts_are_the_batch_row_for_row(data: st.DataObject, max_rows: int, max
         batch = causal_batch(tokens, prefixes, tables, wanted, 1)
     mask = batch.positions if batch.fan_out is None else batch.fan_out
     rows = RowTensors.of(batch.rows, batch.block_tables, mask)
-    made = list(parts(batch, rows, {"N": max_rows, "S": max_sequences, "W": 90}))
+    made = list(parts(batch, rows, {"N": max_rows, "S": max_sequences, "W": WIDTH}))
 
     for name in ("token_ids", "positions", "slots"):
         assert torch.equal(torch.cat([part.inputs[name] for part in made]), getattr(batch, name))
@@ -230,7 +231,7 @@ def test_parts_are_the_batch_row_for_row(data: st.DataObject, max_rows: int, max
                 seen[r] = [int(table[column]) for column in columns]
         for r in range(part.rows):
             sequence = next(s for s in range(len(fans)) if row < sum(batch.rows[: s + 1]))
-            columns = visible_columns(mask, row, torch.arange(90)).nonzero()[:, 0].tolist()
+            columns = visible_columns(mask, row, torch.arange(WIDTH)).nonzero()[:, 0].tolist()
             assert seen[r] == [tables[sequence][column] for column in columns]
             row += 1
     assert row == total
@@ -590,11 +591,11 @@ def test_the_gpu_script_checks_on_stand_ins_where_there_is_no_gpu(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = tmp_path / "found.json"
+    monkeypatch.setattr(script, "FAMILIES", ["qwen3"])
     assert script.main(["--cpu", "--out", str(found)]) == 0
-    assert "llama, qwen3 on cpu: 0 forwards wrong" in capsys.readouterr().out
+    assert "qwen3 on cpu: 0 forwards wrong" in capsys.readouterr().out
     assert json.loads(found.read_text()) == {"device": "cpu", "wrong": []}
     monkeypatch.setattr(script, "TOLERANCE", -1.0)
-    monkeypatch.setattr(script, "FAMILIES", ["llama"])
     assert script.main(["--cpu", "--out", str(found)]) == 1
     assert len(json.loads(found.read_text())["wrong"]) == 2 * 6
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
