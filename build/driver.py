@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from saguaro.build.model_shape import find_shape
 from saguaro.build.models import pull, source_sha256
@@ -40,11 +40,10 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
     An interrupted or failed build leaves nothing that could be loaded. Raises ConfigError, ModelError, EngineError or
     CapacityError, saying what does not fit.
     """
-    if recipe.engine == "tensorrt":
-        missing = "" if find_spec("tensorrt") else ", and tensorrt is not installed"
+    if recipe.engine == "tensorrt" and find_spec("tensorrt") is None:
         raise EngineError(
-            f"recipe {recipe.name}: this version of saguaro has no builder for the engine {recipe.engine}{missing}. "
-            "Use engine: pytorch."
+            f"recipe {recipe.name}: TensorRT is not installed here. Build it in NVIDIA's image, on the GPU of the "
+            "draft (docs/deployment/build.md), or use engine: pytorch."
         )
     if recipe.engine == "trtllm":
         if recipe.tiny is not None:
@@ -65,7 +64,7 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
 
                 spent = build_trtllm(recipe, paths[0], staging, store, source)
             else:
-                _build_pytorch(recipe, paths, staging, source, progress)
+                _build_from_weights(recipe, paths, staging, store, source, progress)
         if spent is not None:
             shutil.rmtree(spent)
     log.info("%s is built in %s", recipe.name, directory)
@@ -98,7 +97,9 @@ def _source_sha256(recipe: Recipe, store: Path) -> str:
     return source_sha256(str(recipe.model), store)
 
 
-def _build_pytorch(recipe: Recipe, paths: list[Path], staging: Path, source: str, progress: bool) -> None:
+def _build_from_weights(
+    recipe: Recipe, paths: list[Path], staging: Path, store: Path, source: str, progress: bool
+) -> None:
     # Late, because torch takes seconds to import and a directory that is there needs none of it.
     from saguaro.build.pytorch import PytorchBuild
     from saguaro.build.tiny import TinyWeights
@@ -106,7 +107,13 @@ def _build_pytorch(recipe: Recipe, paths: list[Path], staging: Path, source: str
 
     started = time.monotonic()
     weights = TinyWeights(recipe.tiny) if recipe.tiny is not None else open_weights(paths[0])
-    work = PytorchBuild(recipe, weights)
+    work: Any
+    if recipe.engine == "tensorrt":
+        from saguaro.build.tensorrt import TensorrtBuild
+
+        work = TensorrtBuild(recipe, weights, timings=store / "timing")
+    else:
+        work = PytorchBuild(recipe, weights)
     require_space(staging, work.size + _SPARE, f"the engine {recipe.name}")
     bar = progress_bar(f"building {recipe.name}", work.size) if progress else nullcontext(lambda size: None)
     with bar as advance:

@@ -118,13 +118,29 @@ class TrtllmOptions:
 
 @dataclass(frozen=True)
 class TensorrtOptions:
-    """Limits a TensorRT engine for the draft is compiled for."""
+    """Limits a TensorRT engine for the draft is compiled for, and what it is tuned for."""
 
-    max_batch_size: int = 8
-    max_input_len: int = 8192
-    max_seq_len: int = 8192
-    max_rows: int = 512  # rows of one forward: branches of all sequences together
-    workers: int = 1
+    max_batch_size: int = 8  # sequences of one forward
+    max_rows: int = 512  # of one forward: branches of all sequences together. Longer prompts take several forwards
+    usual_rows: int = 32  # branches of a usual batch: kernels are chosen and tiled for it
+    block_size: int = 16  # KV slots of a block: that of the deployment's draft
+    max_kv_tokens: int = 131072  # of the KV pool
+    branch_columns: int = 1024  # KV slots of one sequence's branches: fan-out budget times lookahead
+    splits: int = 8  # parts a sequence's columns are attended in, side by side: more for few, long sequences
+    # Token ids the head computes: so many of the lowest, which a BPE tokenizer gives to the most frequent tokens, and
+    # all added tokens. None: all. What is left out is never proposed.
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_rows", "block_size", "branch_columns"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 1 <= self.usual_rows <= self.max_rows:
+            raise ConfigError(f"usual_rows must be between 1 and max_rows ({self.max_rows}), got {self.usual_rows}")
+        if self.max_kv_tokens < self.block_size:
+            raise ConfigError(f"max_kv_tokens must be at least a block ({self.block_size}), got {self.max_kv_tokens}")
+        if self.vocabulary is not None and self.vocabulary < 1:
+            raise ConfigError(f"vocabulary must be at least 1, or left out for all tokens, got {self.vocabulary}")
 
 
 @dataclass(frozen=True)

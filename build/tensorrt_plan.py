@@ -19,7 +19,6 @@ from saguaro.build.plan import Plan, PlannedFile, Setting, Step
 from saguaro.build.recipe import Recipe, TensorrtOptions
 from saguaro.errors import ConfigError
 
-_BLOCK: Final = 16  # tokens; the default of deployments
 _HOUR: Final = 3600
 
 
@@ -42,10 +41,12 @@ def plan_tensorrt(recipe: Recipe, shape: ModelShape) -> Plan:
             *activation_items(shape, 1, tokens=options.max_rows, logit_rows=options.max_rows, logit_copies=1),
         ),
         kv_token_bytes=kv_token_bytes(shape, 1, value),
-        tokens_per_block=_BLOCK,
-        wanted_tokens=whole_blocks([length] * options.max_batch_size, _BLOCK),
+        tokens_per_block=options.block_size,
+        wanted_tokens=whole_blocks([length] * options.max_batch_size, options.block_size),
     )
     size = sum(item.bytes for item in weights)
+    kept = options.vocabulary
+    reduced = () if kept is None else (Setting("vocabulary", kept, "token ids the head computes, and added tokens"),)
     return Plan(
         recipe=recipe,
         shape=shape,
@@ -53,6 +54,16 @@ def plan_tensorrt(recipe: Recipe, shape: ModelShape) -> Plan:
         settings=(
             Setting("max_batch_size", options.max_batch_size, "sequences drafted for together"),
             Setting("max_rows", options.max_rows, "rows of one forward: trunks, branches or a chunk of a prompt"),
+            Setting("usual_rows", options.usual_rows, "what kernels are chosen and tiled for"),
+            Setting(
+                "block_size", options.block_size, "KV slots of a block, which the deployment's draft must have too"
+            ),
+            Setting("max_kv_tokens", options.max_kv_tokens, "the largest pool a deployment may ask for"),
+            Setting(
+                "branch_columns", options.branch_columns, "KV slots of one sequence's branches, behind its context"
+            ),
+            Setting("splits", options.splits, "parts a sequence's context is attended in, side by side"),
+            *reduced,
             Setting("STRONGLY_TYPED", True, "every layer computes in the dtype of the Hugging Face model"),
             Setting("ALIASED_PLUGIN_IO_10_03", True, "the KV pools are inputs and outputs with the same memory"),
             Setting("TF32", False, "float32 means float32"),

@@ -18,7 +18,11 @@ if TYPE_CHECKING:  # whoever reads a manifest needs no torch
 
 # Name in the manifest -> module:class. The class has `load(directory, **options) -> Engine`.
 ENGINES: Mapping[str, str] = MappingProxyType(
-    {"pytorch": "saguaro.engines.pytorch:PytorchEngine", "simulated": "saguaro.engines.simulated:SimulatedEngine"}
+    {
+        "pytorch": "saguaro.engines.pytorch:PytorchEngine",
+        "simulated": "saguaro.engines.simulated:SimulatedEngine",
+        "tensorrt": "saguaro.engines.tensorrt.engine:TensorrtEngine",
+    }
 )
 
 
@@ -35,7 +39,13 @@ def load_engine(directory: Path, *, deterministic: bool = False, **options: Any)
             f"known: {', '.join(ENGINES)}. Build it for one of them."
         )
     module, _, attribute = ENGINES[name].partition(":")
-    load = getattr(import_module(module), attribute).load
+    try:
+        load = getattr(import_module(module), attribute).load
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"{directory}: was built for the engine {name!r}, which needs the package {error.name}, and that is not "
+            "installed here."
+        ) from error
     if deterministic:
         if "deterministic" not in signature(load).parameters:
             raise EngineError(

@@ -13,7 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from saguaro.errors import EngineError
 from saguaro.plugins.fan_out import FanOut, FanOutMask
+
+# Logits of one context in forwards of different shape: from rounding in the activations' dtype.
+LOGIT_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,16 @@ class Engine(Protocol):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass."""
         ...
+
+
+def check_positions(batch: ForwardBatch, max_model_len: int) -> None:
+    """Raises EngineError for a row behind the longest context."""
+    last = int(batch.positions.max())
+    if last >= max_model_len:
+        raise EngineError(
+            f"a row of the batch is at position {last}, but the engine's contexts end at {max_model_len} tokens. "
+            "Shorten the sequence, or build the engine with a larger max_model_len."
+        )
 
 
 def slots_of(table: Sequence[int], columns: Sequence[int], block_size: int) -> list[int]:

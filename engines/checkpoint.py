@@ -65,10 +65,14 @@ def load_model(weights: Path, config: Any, dtype: torch.dtype) -> Any:
 
     Raises ModelError when the file cannot be read, or its tensors are not the model's in name, shape or dtype.
     """
+    return model_of(_read(weights), config, dtype, weights)
+
+
+def model_of(tensors: dict[str, Tensor], config: Any, dtype: torch.dtype, source: Path | str) -> Any:
+    """The model in evaluation mode on these tensors. Raises ModelError, naming their `source`, when they do not fit."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    tensors = _read(weights)
-    _check(weights, model, tensors)
+    _check(source, model, tensors)
     model.load_state_dict(tensors, strict=False, assign=True)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
@@ -84,7 +88,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _check(path: Path, model: Any, tensors: dict[str, Tensor]) -> None:
+def _check(source: Path | str, model: Any, tensors: dict[str, Tensor]) -> None:
     expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del expected["lm_head.weight"]
@@ -95,7 +99,8 @@ def _check(path: Path, model: Any, tensors: dict[str, Tensor]) -> None:
             f"{name}: {_show(found.get(name))}, expected {_show(expected.get(name))}" for name in wrong[:3]
         )
         raise ModelError(
-            f"{path}: {len(wrong)} tensors are not those of the model in config.json ({shown}). Build the engine again."
+            f"{source}: {len(wrong)} tensors are not those of the model in config.json ({shown}). "
+            "Build the engine again."
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from saguaro.engines.base import ForwardBatch, ForwardOutput
+from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.int8 import Int8Linear, quantise_linears
@@ -32,10 +32,8 @@ from saguaro.plugins.rows import check_tensors
 _ATTENTION = "saguaro"
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
-# Logits of one context in forwards of different shape: from rounding in the activations' dtype. In int8 an activation
-# that is rounded the other way moves by a whole step.
+# As LOGIT_TOLERANCES: an activation that is rounded the other way moves by a whole step.
 _INT8_TOLERANCE = 0.1
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class PytorchEngine:
         self.block_size = block_size
         self.num_blocks = num_blocks
         int8 = any(isinstance(module, Int8Linear) for module in model.modules())
-        self.logit_tolerance = _INT8_TOLERANCE if int8 else _TOLERANCES[self._dtype]
+        self.logit_tolerance = _INT8_TOLERANCE if int8 else LOGIT_TOLERANCES[self._dtype]
         if deterministic:
             self.logit_tolerance = 0.0
 
@@ -166,12 +164,7 @@ class PytorchEngine:
         return ForwardOutput(torch.cat(logits)[order])
 
     def _plan(self, batch: ForwardBatch) -> Plan:
-        last = int(batch.positions.max())
-        if last >= self.max_model_len:
-            raise EngineError(
-                f"a row of the batch is at position {last}, but the engine's contexts end at {self.max_model_len} "
-                "tokens. Shorten the sequence, or build the engine with a larger max_model_len."
-            )
+        check_positions(batch, self.max_model_len)
         return self._plan_attention(
             batch.rows,
             batch.block_tables,

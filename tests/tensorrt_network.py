@@ -14,7 +14,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -63,6 +64,10 @@ def fits(value: Any, kind: str) -> bool:
     """Whether pybind11 would take the value for an argument of that type."""
     if kind.startswith("List["):
         return isinstance(value, (list, tuple)) and all(fits(each, kind[5:-1]) for each in value)
+    if kind in ("tuple", "list"):
+        return type(value).__name__ == kind
+    if kind == "buffer":
+        return isinstance(value, (bytes, bytearray, memoryview))
     if kind in ("int", "bool", "str", "float"):
         return type(value).__name__ == kind or (kind == "float" and type(value) is int)
     if kind == "function":
@@ -118,18 +123,57 @@ class Recorder:
         return 0 if returns == "int" else None
 
 
+_BUILDER = trt.Builder  # which a test may put the following in the place of
+
+
 class Builder(Recorder):
     """A `trt.Builder` whose plan is the recorded network and configuration."""
 
-    def __init__(self) -> None:
-        super().__init__(trt.Builder)
+    def __init__(self, logger: Any = None) -> None:
+        assert logger is None or isinstance(logger, trt.ILogger)
+        super().__init__(_BUILDER)
 
     def result(self, name: str, values: dict[str, Any], returns: str) -> Any:
         if name == "create_network":
             return Network(values.get("flags", 0))
+        if name == "create_builder_config":
+            return BuilderConfig(trt.IBuilderConfig)
         if name == "build_serialized_network":
-            return values["network"], values["config"]
+            return Plan.make(values["network"], values["config"])
         return Recorder(getattr(trt, returns.rpartition(".")[2]))
+
+
+class BuilderConfig(Recorder):
+    """A `trt.IBuilderConfig`, with a timing cache of a few bytes."""
+
+    def result(self, name: str, values: dict[str, Any], returns: str) -> Any:
+        if name in ("create_timing_cache", "get_timing_cache"):
+            return TimingCache(trt.ITimingCache)
+        return name == "set_timing_cache" or super().result(name, values, returns)
+
+
+class TimingCache(Recorder):
+    def result(self, name: str, values: dict[str, Any], returns: str) -> Any:
+        return b"times" if name == "serialize" else super().result(name, values, returns)
+
+
+class Plan(bytes):
+    """Stands for an IHostMemory with a serialised engine: bytes that a runtime of this process knows."""
+
+    network: Network
+    config: Recorder
+    known: ClassVar[dict[bytes, Plan]] = {}
+
+    @classmethod
+    def make(cls, network: Network, config: Recorder) -> Plan:
+        plan = cls(b"plan %d" % len(cls.known))
+        plan.network, plan.config = network, config
+        for layer in network.layers:  # as a plan does, it has the weights: what they lay in may go
+            weights = layer.arguments.get("weights")
+            if layer.kind == "add_constant" and weights.dtype != trt.DataType.BF16:
+                layer.arguments["weights"] = torch.from_numpy(weights.numpy().copy())
+        cls.known[bytes(plan)] = plan
+        return plan
 
 
 class Tensor(trt.ITensor):  # type: ignore[misc]
@@ -290,6 +334,8 @@ def compute(layer: Layer, of: Callable[[Tensor], torch.Tensor]) -> torch.Tensor:
 
 
 def constant(shape: Any, weights: Any) -> torch.Tensor:
+    if isinstance(weights, torch.Tensor):
+        return weights.view(tuple(shape))
     assert math.prod(shape) == weights.size
     if weights.dtype == trt.DataType.BF16:  # numpy has none: shapes only
         return torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
@@ -448,9 +494,7 @@ def run_plugin(plugin: Any, arguments: list[torch.Tensor]) -> list[torch.Tensor]
 
     A plugin that is to run from Python runs as it is. The kernel of one compiled ahead of time is replaced by torch.
     """
-    inputs = [(TYPES[a.dtype], tuple(a.shape)) for a in arguments]
-    outputs = describe(plugin, inputs)
-    assert tuple(dtype for dtype, _ in [*inputs, *outputs]) in supported(plugin, inputs, outputs)
+    outputs = _checked_outputs(plugin, tuple((TYPES[a.dtype], tuple(a.shape)) for a in arguments))
     if hasattr(plugin, "enqueue"):
         results = _enqueue(plugin, arguments, outputs)
     else:
@@ -461,6 +505,13 @@ def run_plugin(plugin: Any, arguments: list[torch.Tensor]) -> list[torch.Tensor]
         assert source == -1 or result is arguments[source]
         assert source != -1 or all(result is not argument for argument in arguments)
     return results
+
+
+@lru_cache(maxsize=1024)  # what the bindings take most of a small network's time for
+def _checked_outputs(plugin: Any, inputs: tuple[Described, ...]) -> list[Described]:
+    outputs = describe(plugin, inputs)
+    assert tuple(dtype for dtype, _ in [*inputs, *outputs]) in supported(plugin, inputs, outputs)
+    return outputs
 
 
 def _enqueue(plugin: Any, arguments: list[torch.Tensor], outputs: Sequence[Described]) -> list[torch.Tensor]:

@@ -492,7 +492,7 @@ def test_a_second_run_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def again(*arguments: object) -> None:
         raise AssertionError("built again")
 
-    monkeypatch.setattr(driver, "_build_pytorch", again)
+    monkeypatch.setattr(driver, "_build_from_weights", again)
     assert build(recipe(), tmp_path) == directory
     assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
     with pytest.raises(AssertionError, match="built again"):
@@ -576,13 +576,13 @@ def test_a_killed_build_is_never_loaded_and_is_cleaned_up_by_the_next(tmp_path: 
 
 def test_two_builds_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Path] = []
-    real = driver._build_pytorch
+    real = driver._build_from_weights
 
-    def counted(recipe: Recipe, paths: list[Path], staging: Path, source: str, progress: bool) -> None:
+    def counted(recipe: Recipe, paths: list[Path], staging: Path, *rest: Any) -> None:
         built.append(staging)
-        real(recipe, paths, staging, source, progress)
+        real(recipe, paths, staging, *rest)
 
-    monkeypatch.setattr(driver, "_build_pytorch", counted)
+    monkeypatch.setattr(driver, "_build_from_weights", counted)
     threads = [threading.Thread(target=build, args=(recipe(), tmp_path)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -600,9 +600,11 @@ def test_no_disk_space_is_said_before_anything_is_written(tmp_path: Path, monkey
     assert left_in(tmp_path) == []
 
 
-def test_engines_that_are_not_built_here(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="no builder for the engine tensorrt"):
+def test_without_tensorrt_nothing_is_pulled_or_built_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "find_spec", lambda name: None)
+    with pytest.raises(EngineError, match="TensorRT is not installed here. Build it in NVIDIA's image"):
         build(recipe(engine="tensorrt"), tmp_path)
+    assert left_in(tmp_path) == []
 
 
 def test_a_context_longer_than_the_models(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -28,6 +29,7 @@ from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.engines.simulated import SimulatedEngine
 from saguaro.errors import CapacityError, EngineError, ModelError
 from saguaro.plugins.fan_out import FanOut
+from tensorrt_stub import load_tensorrt
 from tiny_models import FAMILIES, VOCAB_ROWS, save_engine, tiny_model
 
 BLOCK = 4
@@ -83,13 +85,24 @@ def bfloat16_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
 
 
+def tensorrt(family: str) -> Subject:
+    """The engine's own loop; the compiled network is evaluated in torch. Batches of the tests come in several parts."""
+    pytest.importorskip("triton", reason="the kernel language comes with torch's CUDA builds and the extra `kernels`")
+    from tensorrt_runtime import engine_of
+
+    return Subject(engine_of(tiny_model(family)), 1e-5)
+
+
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "scripted": scripted,
     "simulated": simulated,
     **{f"{f}-float32": lambda f=f: Subject(pytorch(tiny_model(f)), 1e-5) for f in FAMILIES},
     **{f"{f}-float64": lambda f=f: Subject(pytorch(tiny_model(f, torch.float64)), 1e-12) for f in FAMILIES},
     "qwen2-int8": lambda: int8("qwen2"),
+    "llama-tensorrt": lambda: tensorrt("llama"),
 }
+# The bindings read a plugin's attributes back as arrays of one element.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 @pytest.fixture(params=SUBJECTS)
@@ -444,8 +457,19 @@ def test_an_engine_that_is_not_loaded_this_way_is_refused(tmp_path: Path) -> Non
         load_engine(tmp_path)
 
 
+def test_an_engine_whose_package_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_engine(tiny_model("llama"), tmp_path, engine="tensorrt")
+    monkeypatch.delitem(sys.modules, "saguaro.engines.tensorrt.engine", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # importing it fails
+    with pytest.raises(EngineError, match="engine 'tensorrt', which needs the package tensorrt, and that is not"):
+        load_engine(tmp_path)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_entry_of_the_table_can_be_loaded(name: str) -> None:
+    if name == "tensorrt":
+        pytest.importorskip("triton")
+        load_tensorrt()
     module, _, attribute = ENGINES[name].partition(":")
     assert callable(getattr(import_module(module), attribute).load)
 

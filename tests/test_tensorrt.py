@@ -22,6 +22,7 @@ from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.errors import EngineError
 from saguaro.plugins.fan_out import FanOut
+from saguaro.plugins.rows import RowTensors
 from tensorrt_stub import load_tensorrt
 from tiny_models import FAMILIES, VOCAB_ROWS, tiny_model
 
@@ -30,16 +31,19 @@ triton = pytest.importorskip(
 )
 trt = load_tensorrt()
 
-from saguaro.engines import tensorrt as engine  # noqa: E402
+from saguaro.engines.tensorrt import network as engine  # noqa: E402
+from saguaro.engines.tensorrt.inputs import parts  # noqa: E402
 from saguaro.plugins import tensorrt as plugin  # noqa: E402
 from tensorrt_network import Builder, Expressions, Network, Recorder, describe, descriptions  # noqa: E402
+from tensorrt_runtime import compiled  # noqa: E402
 
 # The bindings read a plugin's attributes back as arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 BLOCK, BLOCKS, VOCAB, MAX_LEN = 4, 64, 500, 128
 FLOAT, BF16, INT32 = trt.DataType.FLOAT, trt.DataType.BF16, trt.DataType.INT32
-OPTIONS = {"vocab_size": VOCAB, "max_model_len": MAX_LEN, "block_size": BLOCK, "capability": 90}
+SIZES = {"vocab_size": VOCAB, "max_model_len": MAX_LEN, "block_size": BLOCK}
+OPTIONS = SIZES | {"capability": 90}
 
 
 # The network ----------------------------------------------------------------------------------------------------------
@@ -59,7 +63,11 @@ class Draft:
         }
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        outputs = self.network.run(engine.feeds(batch) | self.pools)
+        mask = batch.positions if batch.fan_out is None else batch.fan_out
+        rows = RowTensors.of(batch.rows, batch.block_tables, mask)
+        (part,) = parts(batch, rows, {"N": len(batch.token_ids), "S": len(batch.rows), "W": BLOCKS})
+        inputs = {name: tensor.to(torch.int32) for name, tensor in part.inputs.items()}
+        outputs = self.network.run(inputs | self.pools)
         assert all(outputs.pop(f"{name}.updated") is pool for name, pool in self.pools.items())
         (logits,) = outputs.values()
         return logits
@@ -141,8 +149,9 @@ def test_with_the_real_kernels() -> None:
 
 def test_a_plan_is_built_with_shapes_for_every_input() -> None:
     model = tiny_model("llama", torch.bfloat16, tie_word_embeddings=True)
-    limits = engine.Limits(max_sequences=8, max_rows=512, usual_rows=16, max_blocks=1000)
-    network, config = engine.build_plan(Builder(), model, **OPTIONS, limits=limits)
+    limits = engine.Limits(max_sequences=8, max_rows=512, usual_rows=16, max_blocks=1000, table_width=48)
+    plan = compiled(model, limits, **SIZES)
+    network, config = plan.network, plan.config
     assert network.flags == 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert ("set_preview_feature", {"feature": trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, "enable": True}) in (
         config.calls
@@ -153,7 +162,7 @@ def test_a_plan_is_built_with_shapes_for_every_input() -> None:
     for name, (_, declared) in network.inputs.items():
         for size, least, usual, most in zip(declared, *shapes[name], strict=True):
             assert (least, usual, most) == (size,) * 3 if size != -1 else 1 <= least <= usual <= most
-    assert shapes["block_table"][2] == (8, MAX_LEN // BLOCK)
+    assert shapes["block_table"][2] == (8, 48)
     assert shapes["key_pool.2"][2] == (1000, BLOCK, 2, 16)
     # bfloat16 throughout, and the head's constant is the embedding's.
     types = {tensor.name: tensor.dtype for tensor in network.outputs}
@@ -171,7 +180,7 @@ def test_a_refused_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         "create_optimization_profile": Recorder(trt.IOptimizationProfile),
     }
     with pytest.raises(EngineError, match="could not build"):
-        engine.build_plan(Builder(), tiny_model("llama"), **OPTIONS, limits=engine.Limits(1, 8, 4, 10))
+        compiled(tiny_model("llama"), engine.Limits(1, 8, 4, 10, 8), **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +208,9 @@ def test_a_parameter_that_the_network_ignores_is_refused() -> None:
 
 def test_limits_must_make_sense() -> None:
     with pytest.raises(EngineError, match="usual_rows is 9"):
-        engine.Limits(max_sequences=1, max_rows=8, usual_rows=9, max_blocks=1)
+        engine.Limits(max_sequences=1, max_rows=8, usual_rows=9, max_blocks=1, table_width=1)
     with pytest.raises(EngineError, match="max_blocks must be"):
-        engine.Limits(max_sequences=1, max_rows=8, usual_rows=8, max_blocks=0)
+        engine.Limits(max_sequences=1, max_rows=8, usual_rows=8, max_blocks=0, table_width=1)
 
 
 # The plugins ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ is open. The model comes from `checkpoint.load_model`: weights stay mapped, and 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,10 @@ import tensorrt as trt
 import torch
 from torch import Tensor, nn
 
-from saguaro.engines.base import ForwardBatch
 from saguaro.engines.checkpoint import check_config
+from saguaro.engines.tensorrt.inputs import INPUTS
 from saguaro.errors import EngineError
 from saguaro.plugins import tensorrt as plugin
-from saguaro.plugins.rows import RowTensors
 
 TYPES = {dtype: kind for kind, dtype in plugin.TORCH.items()}
 _PLUGIN_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,50 +38,25 @@ class Limits:
     max_rows: int  # of one forward
     usual_rows: int  # branches of a usual batch: what TensorRT's choice of kernels is timed with
     max_blocks: int  # of the pool
-    splits: int = 1  # parts the attention's columns are computed in, side by side; more for few, long sequences
+    table_width: int  # blocks of a sequence, those of its branches included
 
     def __post_init__(self) -> None:
         if not 1 <= self.usual_rows <= self.max_rows:
             raise EngineError(f"usual_rows is {self.usual_rows}, but must be between 1 and max_rows ({self.max_rows}).")
-        for name in ("max_sequences", "max_blocks"):
+        for name in ("max_sequences", "max_blocks", "table_width"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name} must be at least 1, got {getattr(self, name)}.")
-
-
-def build_plan(
-    builder: Any, model: Any, *, vocab_size: int, max_model_len: int, block_size: int, capability: int, limits: Limits
-) -> Any:
-    """The serialised engine (a buffer) of a Hugging Face model, by a `trt.Builder` on a device of that capability.
-
-    Raises EngineError for a model the network would not compute exactly, and when TensorRT cannot build it.
-    """
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    draft = DraftNetwork(
-        network,
-        model,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        capability=capability,
-        usual_rows=limits.usual_rows,
-        splits=limits.splits,
-    )
-    config = builder.create_builder_config()
-    # Without it TensorRT refuses outputs that are the memory of an input: the KV pools.
-    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
-    config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32, as in the pytorch engine
-    config.add_optimization_profile(draft.profile(builder.create_optimization_profile(), limits))
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        raise EngineError("TensorRT could not build the draft's engine; its log says why.")
-    return plan
 
 
 class DraftNetwork:
     """A Llama, Qwen2 or Qwen3 model written into an empty `trt.INetworkDefinition`.
 
     `model` is the Hugging Face model, in the dtype to be computed in. It is kept, for TensorRT reads its weights until
-    the engine is built. Raises EngineError for a model that would not be computed exactly.
+    the engine is built. `splits`: parts the attention's columns are computed in, side by side; more for few, long
+    sequences. `kept`: the token ids the head computes, ascending; the logits of all others are -inf. What the draft
+    cannot propose costs acceptance, and is exact under both rules, for q is what it then is.
+
+    Raises EngineError for a model that would not be computed exactly.
     """
 
     def __init__(
@@ -96,6 +70,7 @@ class DraftNetwork:
         capability: int,
         usual_rows: int,
         splits: int = 1,
+        kept: Sequence[int] | None = None,
         ahead_of_time: bool = True,
     ) -> None:
         self._network = network
@@ -111,16 +86,15 @@ class DraftNetwork:
         self._used: set[int] = set()
         self._inputs: dict[str, tuple[int | str, ...]] = {}  # shapes; a letter is a size that is open
         self._check(vocab_size)
-        self._write(vocab_size)
+        self._write(vocab_size, kept)
 
     def profile(self, profile: Any, limits: Limits) -> Any:
         """Set the least, usual and greatest shape of every input in a `trt.IOptimizationProfile`, and return it."""
-        width = math.ceil(self._max_model_len / self._block_size)
         sizes = {
             "N": (1, limits.usual_rows, limits.max_rows),
             "L": (1, limits.usual_rows, limits.max_rows),
             "S": (1, 1, limits.max_sequences),
-            "W": (1, width, width),
+            "W": (1, limits.table_width, limits.table_width),
             "B": (1, limits.max_blocks, limits.max_blocks),
         }
         for name, shape in self._inputs.items():
@@ -147,14 +121,12 @@ class DraftNetwork:
                 "the engine directory mixes two models. Build it again."
             )
 
-    def _write(self, vocab_size: int) -> None:
+    def _write(self, vocab_size: int, kept: Sequence[int] | None) -> None:
         base = self._model.base_model
-        token_ids = self._input("token_ids", torch.int32, ("N",))
-        positions = self._input("positions", torch.int32, ("N",))
-        slots = self._input("slots", torch.int32, ("N",))
-        logit_rows = self._input("logit_rows", torch.int32, ("L",))
-        mask = [self._input(name, torch.int32, shape) for name, shape in plugin.MASK.items()]
-        rotation = self._rotation(positions)
+        inputs = {name: self._input(name, torch.int32, shape) for name, shape in INPUTS.items()}
+        token_ids, slots, logit_rows = (inputs[name] for name in ("token_ids", "slots", "logit_rows"))
+        mask = [inputs[name] for name in plugin.MASK]
+        rotation = self._rotation(inputs["positions"])
 
         # Rows for padding of the vocabulary are left out, of the head too: a tied one stays the same constant.
         hidden = self._gather(self._weight(base.embed_tokens.weight, rows=vocab_size), token_ids, 0)  # [N, hidden]
@@ -164,14 +136,34 @@ class DraftNetwork:
             normed = self._norm(hidden, layer.post_attention_layernorm)
             hidden = self._add(hidden, self._feed_forward(layer.mlp, normed))
         hidden = self._norm(self._gather(hidden, logit_rows, 0), base.norm)  # only rows whose logits are wanted
-        logits = self._linear(hidden, self._model.get_output_embeddings(), vocab_size)
-        self._output(self._cast(logits, torch.float32), "logits")
+        head = self._model.get_output_embeddings()
+        if kept is None:
+            logits = self._cast(self._linear(hidden, head, vocab_size), torch.float32)
+        else:
+            logits = self._some(hidden, head, vocab_size, kept)
+        self._output(logits, "logits")
         left_out = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._used]
         if left_out:
             raise EngineError(
                 f"the tensorrt engine does not compute all of the model: {', '.join(left_out[:3])} would be ignored. "
                 "Use engine: pytorch."
             )
+
+    def _some(self, hidden: Any, head: nn.Linear, vocab_size: int, kept: Sequence[int]) -> Any:
+        """[L, vocab_size] float32 logits of the tokens that are kept, spread over all ids."""
+        # One more row, of zeros, that gives the -inf of every other token. The map is a constant of the network, so
+        # that whoever runs it sees an ordinary vocabulary.
+        self._used |= {id(parameter) for parameter in head.parameters()}
+        narrow = nn.Linear(1, 1, bias=head.bias is not None, device="meta")
+        narrow.weight = _with_zero(head.weight, kept)
+        if head.bias is not None:
+            narrow.bias = _with_zero(head.bias, kept)
+        barred = torch.zeros(1, len(kept) + 1)
+        barred[0, -1] = -torch.inf
+        logits = self._add(self._cast(self._linear(hidden, narrow), torch.float32), self._constant(barred))
+        place = torch.full((vocab_size,), len(kept), dtype=torch.int32)
+        place[list(kept)] = torch.arange(len(kept), dtype=torch.int32)
+        return self._gather(logits, self._constant(place), 1)
 
     def _attention(
         self, index: int, attention: Any, hidden: Any, rotation: tuple[Any, Any, Any], slots: Any, mask: list[Any]
@@ -276,21 +268,13 @@ class DraftNetwork:
         return _of(self._network.add_elementwise(left, right, trt.ElementWiseOperation.PROD))
 
 
+def _with_zero(parameter: Tensor, kept: Sequence[int]) -> nn.Parameter:
+    rows = parameter.detach()[list(kept)]
+    return nn.Parameter(torch.cat([rows, torch.zeros_like(rows[:1])]), requires_grad=False)
+
+
 def _of(layer: Any) -> Any:
     """The only output of a layer. TensorRT gives none for a layer it refuses."""
     if layer is None:
         raise EngineError("TensorRT refused a layer of the draft's network; its log says why.")
     return layer.get_output(0)
-
-
-def feeds(batch: ForwardBatch) -> dict[str, Tensor]:
-    """A batch as the network's inputs by name, all int32, without the pools."""
-    inputs = {"token_ids": batch.token_ids, "positions": batch.positions, "slots": batch.slots}
-    inputs |= {"logit_rows": batch.logit_rows} | _mask(batch)
-    return {name: tensor.to(torch.int32) for name, tensor in inputs.items()}
-
-
-def _mask(batch: ForwardBatch) -> dict[str, Tensor]:
-    mask = batch.positions if batch.fan_out is None else batch.fan_out
-    rows = RowTensors.of(batch.rows, batch.block_tables, mask)
-    return {name: getattr(rows, name) for name in plugin.MASK}

@@ -1,0 +1,51 @@
+"""The GPU as the TensorRT engine uses it: one stream, uploads to it, and graphs of what is enqueued on it.
+
+All that the engine asks of CUDA is here, through torch, so that its loop can be run without a GPU on a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Cuda:
+    """The current device and a stream of its own: TensorRT is slow on the default stream, which cannot be captured."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.device)
+
+    @property
+    def capability(self) -> str:
+        """Compute capability, such as 9.0."""
+        return "{}.{}".format(*torch.cuda.get_device_capability(self.device))
+
+    @property
+    def stream(self) -> int:
+        """The stream's handle."""
+        return int(self._stream.cuda_stream)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """What is enqueued inside comes after all that the caller has enqueued, and before all that it will."""
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Copy from the host without waiting. torch keeps the pinned copy until the device has read it."""
+        target.copy_(source.pin_memory(), non_blocking=True)
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats, in one launch, what `enqueue` enqueues. Called within `on_stream`."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.synchronize()
+        with torch.cuda.graph(graph, stream=self._stream):
+            enqueue()
+        return graph.replay
