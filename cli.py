@@ -1,4 +1,4 @@
-"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | simulate.
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | simulate | doctor.
 
 Heavy imports wait for the command that needs them.
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log.setLevel(level)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        arguments.run(arguments)
+        status: int | None = arguments.run(arguments)
     except SaguaroError as error:
         print(f"saguaro: {error}", file=sys.stderr)
         return 1
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -242,6 +242,14 @@ def _simulate(arguments: argparse.Namespace) -> None:
         print(json.dumps(simulate.as_json(pair, setting, found)))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(simulate.table(found, setting))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from saguaro.doctor.diagnosis import diagnose
+
+    report = diagnose(arguments.deployment, _store(arguments))
+    print(json.dumps(report.as_json()) if arguments.json else report.as_text())
+    return 0 if report.can_run else 1
 
 
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, order: dict[str, Any]) -> None:
@@ -505,6 +513,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="one short answer of each kind: is everything in order?")
     bench.add_argument("--out", default="bench", metavar="DIR", help="for bench.json and plots (default ./bench)")
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    doctor = command(
+        "doctor", _doctor, "look at this machine, and at whether a deployment can run on it", "saguaro doctor tiny"
+    )
+    doctor.add_argument("deployment", nargs="?", metavar="DEPLOYMENT", help="a .yaml file or a shipped name")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
     planning = command(
         "simulate",

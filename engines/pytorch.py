@@ -120,19 +120,15 @@ class PytorchEngine:
                 f"or start {manifest.tp} ranks."
             )
         config = load_config(directory, manifest.max_model_len)
-        weights = directory / weights_file(rank, size)
         if group:
             config = share_of(config, size)
         stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype)
-        # Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
-        stored_bytes = weights.stat().st_size
-        widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
         require_memory(
-            stored_bytes * widening + num_blocks * kv_bytes_per_block(config, block_size, computed),
+            memory_needed(directory, manifest, num_blocks * block_size, rank),
             f"the model and {num_blocks * block_size} tokens of KV",
             torch.device("cpu"),
         )
-        model = load_model(weights, config, stored)
+        model = load_model(directory / weights_file(rank, size), config, stored)
         if group:
             join_shares(model, manifest.shards, group)
         if computed != stored:
@@ -220,6 +216,20 @@ def _planner(device: torch.device, deterministic: bool) -> Callable[..., Plan]:
     from saguaro.plugins.triton_lang import plan_kernel  # the language comes with torch's CUDA builds only
 
     return plan_kernel
+
+
+def memory_needed(directory: Path, manifest: Manifest, kv_tokens: int, rank: int = 0) -> int:
+    """Bytes a rank of an engine directory takes on the CPU, with that many tokens of KV.
+
+    Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
+    """
+    config = load_config(directory, manifest.max_model_len)
+    if manifest.tp > 1:
+        config = share_of(config, manifest.tp)
+    stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype)
+    widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
+    weights = (directory / weights_file(rank, manifest.tp)).stat().st_size * widening
+    return weights + kv_bytes_per_block(config, kv_tokens, computed)
 
 
 def _computed(dtype: str) -> torch.dtype:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from tokenizers import Tokenizer
@@ -23,7 +24,7 @@ from saguaro.engines.base import Engine
 from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
 from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
-from saguaro.orchestrator.channels import mpi
+from saguaro.orchestrator.channels import mpi, unix
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.backups import backup_drafter
@@ -44,7 +45,7 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     """The leader: rank 0 of the target group."""
     config = plan.config
     manifest = Manifest.load(Path(plan.groups["target"].engine))
-    listener = mpi.Listener(runtime) if config.draft else None
+    listener = _joining(plan).Listener(runtime) if config.draft else None
     draft = config.draft or config.target
 
     def links() -> DraftLink | None:
@@ -97,7 +98,7 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     backup = backup_drafter(
         speculation.backup, drafter, speculation.rule, _ordinary_tokens(plan.groups["draft"].engine)
     )
-    channel = mpi.connect(runtime, config.serving.start_timeout_s)
+    channel = _joining(plan).connect(runtime, config.serving.start_timeout_s)
     try:
         Speculator(drafter, channel, policy, hello, backup=backup, estimators=estimators).run()
     finally:
@@ -107,7 +108,7 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
 def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> None:
     """Load this rank's engine, then lead or follow."""
     part = plan.groups[role]
-    os.sched_setaffinity(0, part.cores_of(rank))
+    os.sched_setaffinity(0, part.members[rank].cores)
     torch.set_num_threads(part.model.threads)
     group = TensorParallel(rank, ranks, rendezvous(runtime, role), torch.device("cpu")) if ranks > 1 else None
     engine = load_engine(
@@ -129,6 +130,11 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         follow(engine, group)
 
 
+def _joining(plan: LaunchPlan) -> ModuleType:
+    """What joins the two groups: `Listener` and `connect` of it."""
+    return {"mpi": mpi, "unix": unix}[plan.channel]
+
+
 def _grammars(engine: Path) -> Grammars:
     manifest = Manifest.load(engine)
     return Grammars(engine / TOKENIZER, manifest.vocab_size, manifest.eos_token_ids)
@@ -147,6 +153,16 @@ def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:
         raise LaunchError("its token ids are not the target's: build both engines with the same tokenizer")
     if (hello.num_blocks, hello.block_size) != (draft.num_blocks, draft.block_size):
         raise LaunchError(f"its KV pool ({hello.num_blocks} blocks of {hello.block_size}) is not the deployment's")
+
+
+def _check_size(found: int, started: int) -> None:
+    """Raises LaunchError when MPI does not know of the other ranks: each then takes itself for a job of its own."""
+    if found != started:
+        raise LaunchError(
+            f"MPI says that its job has {found} ranks, but {started} were started: mpi4py loads {mpi.library()}, and "
+            "the `mpiexec` beside the interpreter or first on PATH is another one's. Install mpi4py for that MPI, or "
+            "put the MPI of mpi4py first on PATH"
+        )
 
 
 def _leave_with_launcher(plan: LaunchPlan, runtime: Path) -> None:
@@ -180,6 +196,7 @@ def main() -> None:
     if rank == 0:  # MPI gives nobody else the launcher's standard input
         threading.Thread(target=_leave_with_launcher, args=(plan, runtime), daemon=True).start()
     try:
+        _check_size(ranks, plan.groups[role].ranks)
         # Closed by the end of this process alone. Without waiting, because a launcher that is gone does not read.
         os.open(sign_of_life(runtime, role, rank), os.O_WRONLY | os.O_NONBLOCK)
         run(role, plan, runtime, rank, ranks)
