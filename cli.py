@@ -145,10 +145,11 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     log_file = Path(arguments.log_file).absolute() if arguments.log_file else None
     if not arguments.detach:
-        serve(arguments.deployment, _store(arguments), openai=arguments.openai, log_file=log_file)
+        serve(arguments.deployment, _store(arguments), openai=arguments.openai, host=arguments.host, log_file=log_file)
         return
     command = [sys.executable, "-m", "saguaro.cli", "serve", arguments.deployment, "--store", str(_store(arguments))]
     command += ["--verbose"] * arguments.verbose + ["--no-openai"] * (not arguments.openai)
+    command += ["--host", arguments.host] if arguments.host else []
     serve_detached(arguments.deployment, command, log_file, print)
 
 
@@ -437,6 +438,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("deployment", help="a .yaml file or a shipped name")
     serve.add_argument("--detach", action="store_true", help="in the background; returns when it is ready")
     serve.add_argument("--log-file", metavar="FILE", help="log there too; with --detach instead of the default place")
+    serve.add_argument(
+        "--host", metavar="ADDRESS", help="bind the ports to it instead of the deployment's serving.host"
+    )
     serve.add_argument("--no-openai", dest="openai", action="store_false", help="without the OpenAI front end")
 
     name_help = "the deployment's `name:`; may be left out when only one is served"

@@ -52,7 +52,8 @@ class Part:
         """Bytes each rank needs for weights and KV; None as long as the engine is not built."""
         if self.manifest is None or self.directory is None:
             return None
-        return memory_needed(self.manifest, self.directory, self.model)
+        device = torch.device("cuda" if self.demand.on_gpus else "cpu")
+        return memory_needed(self.manifest, self.directory, self.model, device)
 
 
 def parts_of(config: DeploymentConfig, path: Path, store: Path) -> dict[str, Part]:
@@ -72,12 +73,12 @@ def _part(model: ModelConfig, recipe: Recipe, store: Path) -> Part:
         return Part(model, recipe, directory, None)
 
 
-def memory_needed(manifest: Manifest, directory: Path, model: ModelConfig) -> int:
+def memory_needed(manifest: Manifest, directory: Path, model: ModelConfig, device: torch.device) -> int:
     """Bytes of one rank, the one with the largest share: weights, and `kv_tokens` of KV."""
     if manifest.engine == "pytorch":
         from saguaro.engines.pytorch import memory_needed as pytorch_memory
 
-        return pytorch_memory(directory, manifest, model.num_blocks * model.block_size)
+        return pytorch_memory(directory, manifest, model.num_blocks * model.block_size, device=device)
     if manifest.engine == "simulated":
         return 0
     weights = max((file.size for name, file in manifest.files.items() if name.endswith(".engine")), default=0)

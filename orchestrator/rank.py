@@ -23,7 +23,7 @@ from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
 from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
-from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
+from saguaro.errors import EngineError, LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi, unix
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
@@ -32,7 +32,7 @@ from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
-from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, rendezvous, service_socket, sign_of_life
+from saguaro.orchestrator.plan import LOG_FORMAT, GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
 from saguaro.orchestrator.protocol import Hello
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
@@ -110,12 +110,14 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
     part = plan.groups[role]
     os.sched_setaffinity(0, part.members[rank].cores)
     torch.set_num_threads(part.model.threads)
-    group = TensorParallel(rank, ranks, rendezvous(runtime, role), torch.device("cpu")) if ranks > 1 else None
+    device = _device(part, rank)
+    group = TensorParallel(rank, ranks, rendezvous(runtime, role), device) if ranks > 1 else None
     engine = load_engine(
         Path(part.engine),
         block_size=part.model.block_size,
         num_blocks=part.model.num_blocks,
         group=group,
+        **({"device": device} if device.type == "cuda" else {}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
     lead = {"target": run_target, "draft": run_draft}[role]
@@ -128,6 +130,20 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         group.stop()
     else:
         follow(engine, group)
+
+
+def _device(part: GroupPlan, rank: int) -> torch.device:
+    """The rank's. Raises EngineError when this PyTorch cannot use the GPU the rank was given."""
+    ordinal = part.ordinal(rank)
+    if ordinal is None:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EngineError(
+            f"the rank was given GPU {part.members[rank].device}, but PyTorch {torch.__version__} finds none: install "
+            "its build for CUDA, and look at `saguaro doctor`"
+        )
+    torch.cuda.set_device(ordinal)
+    return torch.device("cuda", ordinal)
 
 
 def _joining(plan: LaunchPlan) -> ModuleType:
