@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,20 +9,22 @@ from pathlib import Path
 
 import torch
 
-from saguaro.build.driver import engine_directory
+from saguaro.build.driver import engine_directory, plan
 from saguaro.build.recipe import Recipe
 from saguaro.doctor import gpus
 from saguaro.doctor.machine import installed
 from saguaro.doctor.report import Check, size
 from saguaro.engines.kv_pool import available_memory
 from saguaro.engines.manifest import EngineName, Manifest, compare_token_maps
-from saguaro.errors import ModelError, SaguaroError
+from saguaro.errors import ConfigError, ModelError, SaguaroError
 from saguaro.llm import find_recipes
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
 from saguaro.orchestrator.nvml import GpuNode
 from saguaro.orchestrator.placement import Demand, place
 from saguaro.orchestrator.plan import GroupPlan
 
+# What CUDA and NCCL take of a GPU that PyTorch computes on; nobody has measured it here.
+_OVERHEAD = int(1.5 * 2**30)
 # What an engine needs beside this package, as (package, version it begins with).
 _NEEDS: Mapping[EngineName, tuple[tuple[str, str], ...]] = {
     "pytorch": (("torch", ""),),
@@ -39,6 +40,7 @@ class Part:
 
     model: ModelConfig
     recipe: Recipe
+    store: Path
     directory: Path | None  # None: where it will be is not known before its model is pulled
     manifest: Manifest | None  # None: not built
 
@@ -49,11 +51,23 @@ class Part:
 
     @property
     def memory(self) -> int | None:
-        """Bytes each rank needs for weights and KV; None as long as the engine is not built."""
-        if self.manifest is None or self.directory is None:
+        """Bytes each rank takes for weights, `kv_tokens` of KV and, on a GPU, all else; None: not known yet.
+
+        What TensorRT-LLM and TensorRT take is known from the plan of the build, in part as an estimate.
+        """
+        if self.recipe.engine in ("trtllm", "tensorrt"):
+            try:
+                memory = plan(self.recipe, self.store).memory
+            except (ConfigError, ModelError):  # of a model that is neither known nor here
+                return None
+            return memory.fixed + self.model.kv_tokens * memory.kv_token_bytes
+        if self.manifest is None or self.directory is None or self.manifest.engine == "simulated":
             return None
+        from saguaro.engines.pytorch import memory_needed  # late: it takes seconds to import
+
         device = torch.device("cuda" if self.demand.on_gpus else "cpu")
-        return memory_needed(self.manifest, self.directory, self.model, device)
+        tokens = self.model.num_blocks * self.model.block_size
+        return memory_needed(self.directory, self.manifest, tokens, device=device) + _OVERHEAD * self.demand.on_gpus
 
 
 def parts_of(config: DeploymentConfig, path: Path, store: Path) -> dict[str, Part]:
@@ -66,32 +80,11 @@ def _part(model: ModelConfig, recipe: Recipe, store: Path) -> Part:
     try:
         directory = engine_directory(recipe, store)
     except ModelError:
-        return Part(model, recipe, None, None)
+        return Part(model, recipe, store, None, None)
     try:
-        return Part(model, recipe, directory, Manifest.load(directory))
+        return Part(model, recipe, store, directory, Manifest.load(directory))
     except SaguaroError:
-        return Part(model, recipe, directory, None)
-
-
-def memory_needed(manifest: Manifest, directory: Path, model: ModelConfig, device: torch.device) -> int:
-    """Bytes of one rank, the one with the largest share: weights, and `kv_tokens` of KV."""
-    if manifest.engine == "pytorch":
-        from saguaro.engines.pytorch import memory_needed as pytorch_memory
-
-        return pytorch_memory(directory, manifest, model.num_blocks * model.block_size, device=device)
-    if manifest.engine == "simulated":
-        return 0
-    weights = max((file.size for name, file in manifest.files.items() if name.endswith(".engine")), default=0)
-    return weights + model.kv_tokens * _kv_token_bytes(directory, manifest.tp)
-
-
-def _kv_token_bytes(directory: Path, tp: int) -> int:
-    """Of TensorRT-LLM's config.json; a rank has one KV head at least."""
-    shape = json.loads((directory / "config.json").read_text())["pretrained_config"]
-    head = shape.get("head_size") or shape["hidden_size"] // shape["num_attention_heads"]
-    quantised = shape.get("quantization", {}).get("kv_cache_quant_algo")
-    values = 2 * shape["num_hidden_layers"] * max(1, shape["num_key_value_heads"] // tp) * head
-    return int(values * (1 if quantised else 2))
+        return Part(model, recipe, store, directory, None)
 
 
 def engines(parts: Mapping[str, Part]) -> list[Check]:
@@ -136,6 +129,7 @@ def placement(parts: Mapping[str, Part], node: GpuNode | None) -> list[Check]:
     cores = sorted(os.sched_getaffinity(0))
     try:
         plans = place(demands, cores, node, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        memory = {role: part.memory for role, part in parts.items()}
     except SaguaroError as error:
         return [Check("placement", "problem", str(error))]
     checks = [_ranks(role, plan) for role, plan in plans.items()]
@@ -144,11 +138,11 @@ def placement(parts: Mapping[str, Part], node: GpuNode | None) -> list[Check]:
             node,
             {role: demand for role, demand in demands.items() if role in on_gpus},
             {role: plan for role, plan in plans.items() if role in on_gpus},
-            {role: parts[role].memory for role in on_gpus},
+            {role: memory[role] for role in on_gpus},
             {role: manifest.device if (manifest := parts[role].manifest) else "any" for role in on_gpus},
         )
     on_cpu = {role: part for role, part in parts.items() if role not in on_gpus}
-    return checks + _fits_cpu(on_cpu, plans, cores)
+    return checks + _fits_cpu(on_cpu, plans, memory, cores)
 
 
 def _ranks(role: str, plan: GroupPlan) -> Check:
@@ -171,13 +165,15 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
-def _fits_cpu(parts: Mapping[str, Part], plans: Mapping[str, GroupPlan], cores: list[int]) -> list[Check]:
+def _fits_cpu(
+    parts: Mapping[str, Part], plans: Mapping[str, GroupPlan], memory: Mapping[str, int | None], cores: list[int]
+) -> list[Check]:
     checks = []
     wanted = sum(part.model.threads * plans[role].ranks for role, part in parts.items())
     if wanted > len(cores):
         text = f"the groups on the CPU want {wanted} cores, {len(cores)} may be used"
         checks.append(Check("cores", "warning", text, "they share them and slow each other down: lower threads or tp"))
-    needs = {role: (part.memory, plans[role].ranks) for role, part in parts.items()}
+    needs = {role: (memory[role], plans[role].ranks) for role in parts}
     known = {role: need * ranks for role, (need, ranks) in needs.items() if need is not None}
     if parts and len(known) == len(needs):
         available = available_memory(torch.device("cpu"))

@@ -14,8 +14,6 @@ from saguaro.orchestrator.plan import GroupPlan
 # NVIDIA's Triton image with TensorRT-LLM 1.2.1 (26.04 to 26.07): CUDA 13.1, and this driver or a later one.
 CONTAINER_DRIVER = (590, 44, 1)
 CUDA_13_DRIVER = 580  # the oldest line that runs programs of any CUDA 13
-# What CUDA, cuBLAS and NCCL take of a GPU beside weights, KV cache and activations; nobody has measured it here.
-OVERHEAD = int(1.5 * 2**30)
 
 
 def hardware(node: GpuNode) -> list[Check]:
@@ -119,7 +117,7 @@ def _use(gpu: Gpu, roles: Mapping[str, int | None]) -> list[Check]:
         taken = size(gpu.memory - gpu.free)
         remedy = "stop what uses it (`nvidia-smi`), or name other GPUs under devices:"
         checks.append(Check(name, "warning", f"busy: {taken} taken{f' by {others}' if others else ''}", remedy))
-    known = {role: need + OVERHEAD for role, need in roles.items() if need is not None}
+    known = {role: need for role, need in roles.items() if need is not None}
     if len(known) == len(roles):
         needed = sum(known.values())
         parts = " + ".join(f"{size(need)} for the {role}" for role, need in known.items())

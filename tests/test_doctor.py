@@ -17,12 +17,11 @@ import pytest
 
 from fake_nvml import GIB, FakeNvml, bridged, changed, hgx, pcie
 from saguaro import cli
-from saguaro.build.driver import build, find_recipe
-from saguaro.build.recipe import Recipe
+from saguaro.build.driver import build, find_recipe, plan
 from saguaro.doctor import deployment, diagnosis, gpus, machine
 from saguaro.doctor.deployment import Part
-from saguaro.doctor.report import Check, Report, Section
-from saguaro.engines.manifest import FORMAT, EngineName, FileRecord, Manifest
+from saguaro.doctor.report import Check, Report, Section, size
+from saguaro.engines.manifest import FORMAT, EngineName, Manifest
 from saguaro.engines.pytorch import memory_needed
 from saguaro.errors import ConfigError, LaunchError
 from saguaro.orchestrator.config import ModelConfig, ServingConfig
@@ -34,32 +33,21 @@ def found(checks: list[Check], name: str) -> list[tuple[str, str, str]]:
     return [(check.level, check.found, check.remedy) for check in checks if check.name == name]
 
 
-def part(folder: Path, engine: EngineName, tp: int, weights: int, device: str = "9.0", **options: Any) -> Part:
-    """A model whose engine is built, with files that take no space: 80 layers, 8 KV heads of 128 values."""
-    folder.mkdir()
-    files = {}
-    for rank in range(tp):
-        with (folder / f"rank{rank}.engine").open("wb") as file:
-            file.truncate(weights)
-        files[f"rank{rank}.engine"] = FileRecord(weights, "")
-    shape = {"num_hidden_layers": 80, "num_key_value_heads": 8, "head_size": 128, "hidden_size": 8192}
-    (folder / "config.json").write_text(json.dumps({"pretrained_config": shape}))
+def part(recipe: str, folder: Path, *, tp: int | None = None, device: str = "9.0", **options: Any) -> Part:
+    """A model of a shipped recipe, whose engine was built for that kind of GPU."""
+    found = find_recipe(recipe)
+    found = replace(found, tp=tp or found.tp)
     manifest = Manifest(
-        FORMAT, folder.name, "0" * 64, engine, "any", "0" * 64, "llama", "bfloat16", tp, 128_000, 8192, (2,), "0" * 64,
-        device, {}, {}, files,
+        FORMAT, recipe, "0" * 64, found.engine, "any", "0" * 64, "llama", "bfloat16", found.tp, 128_000, 8192, (2,),
+        "0" * 64, device, {}, {},
     )  # fmt: skip
-    manifest.write(folder)
-    model = ModelConfig("any", **({"kv_tokens": 65536} | options))
-    return Part(model, Recipe(folder.name, engine, model="any", tp=tp), folder, Manifest.load(folder))
+    return Part(ModelConfig(recipe, **({"kv_tokens": 65536} | options)), found, folder, folder / recipe, manifest)
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> dict[str, Part]:
-    """A 70B target on four GPUs, 35 GB each, and a 1B draft, as their engines would be."""
-    return {
-        "target": part(tmp_path / "target", "trtllm", 4, 35 * GIB),
-        "draft": part(tmp_path / "draft", "tensorrt", 1, 3 * GIB, kv_tokens=16384),
-    }
+    """A 70B target on four GPUs and a 1B draft, as their engines would be."""
+    return {"target": part("llama-3.1-70b-h100", tmp_path), "draft": part("llama-3.2-1b-h100", tmp_path)}
 
 
 def placed(parts: Mapping[str, Part], node: FakeNvml) -> list[Check]:
@@ -82,10 +70,14 @@ def test_a_healthy_hgx_machine_has_nothing_to_be_mended(llama: dict[str, Part]) 
     assert found(checks, "NVLink") == [("ok", "GPUs 0, 1, 2, 3, 4, 5, 6, 7 reach each other", "")]
     assert "rank 0 leads" in found(checks, "target ranks")[0][1]
     assert "rank 4 GPU 3" in found(checks, "target ranks")[0][1]
-    # 35 GiB of weights, 65536 tokens x 2 x 80 layers x 2 of the 8 heads x 128 x 2 bytes = 5 GiB, and what CUDA takes.
-    assert found(checks, "GPU 0 memory") == [("ok", "41.5 GiB for the target needed, 79.1 GiB free of 79.6 GiB", "")]
-    # 3 GiB, and 16384 tokens on one GPU = 5 GiB.
-    assert found(checks, "GPU 4 memory")[0][1].startswith("9.5 GiB for the draft needed")
+    # The plan of the build, and 65536 tokens x 2 x 80 layers x 2 of the 8 heads x 128 x 2 bytes = 5 GiB.
+    needed = plan(llama["target"].recipe, Path()).memory.fixed + 5 * GIB
+    assert needed > 4 * GIB + 70e9 * 2 / 4
+    text = f"{size(needed)} for the target needed, 79.1 GiB free of 79.6 GiB"
+    assert [found(checks, f"GPU {index} memory") for index in range(4)] == [[("ok", text, "")]] * 4
+    # 65536 x 2 x 16 layers x 8 heads x 64 x 2 bytes = 2 GiB.
+    draft = plan(llama["draft"].recipe, Path()).memory.fixed + 2 * GIB
+    assert found(checks, "GPU 4 memory")[0][1].startswith(f"{size(draft)} for the draft needed")
 
 
 def test_a_draft_gpu_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path: Path) -> None:
@@ -94,7 +86,7 @@ def test_a_draft_gpu_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path:
     level, text, remedy = found(placed(named, machine), "draft NVLink")[0]
     assert (level, text) == ("warning", "none between GPU 6 and the target's")
     assert remedy == "set draft.devices to [4]"
-    pair = {"target": part(tmp_path / "t", "trtllm", 2, GIB), "draft": llama["draft"]}
+    pair = {"target": part("llama-3.1-8b-h100", tmp_path, tp=2), "draft": llama["draft"]}
     level, _, remedy = found(placed(pair, bridged()), "draft NVLink")[0]
     assert level == "warning"
     assert remedy.startswith("only tokens pass between the two")  # there is no better one
@@ -102,7 +94,7 @@ def test_a_draft_gpu_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path:
 
 
 def test_a_target_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path: Path) -> None:
-    small = part(tmp_path / "t", "trtllm", 2, 10 * GIB, "8.9")
+    small = part("llama-3.1-8b-h100", tmp_path, tp=2, device="8.9")
     checks = placed({"target": small}, pcie())
     assert found(checks, "target NVLink")[0][:2] == (
         "warning",
@@ -112,22 +104,29 @@ def test_a_target_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path: Pa
 
 
 def test_too_little_memory_is_flagged(llama: dict[str, Part]) -> None:
-    card = int(39.4 * GIB)
-    machine = FakeNvml(tuple(replace(gpu, total=card) for gpu in hgx().gpus))
-    checks = placed(llama, machine)
+    need, small = (one.memory for one in llama.values())
+    assert need is not None
+    assert small is not None
+
+    def cards(total: int) -> FakeNvml:
+        return FakeNvml(tuple(replace(gpu, total=total, used=0) for gpu in hgx().gpus))
+
+    checks = placed(llama, cards(need - 1))
     for index in range(4):
         level, text, remedy = found(checks, f"GPU {index} memory")[0]
-        assert (level, text) == ("problem", "41.5 GiB for the target needed, 38.9 GiB free of 39.4 GiB")
+        assert (level, text.partition(" needed")[0]) == ("problem", f"{size(need)} for the target")
         assert "lower kv_tokens" in remedy
     assert found(checks, "GPU 4 memory")[0][0] == "ok"
+    assert {check.level for check in placed(llama, cards(need))} == {"ok"}
     shared = {
         "target": replace(llama["target"], model=replace(llama["target"].model, devices=(0, 1, 2, 3))),
         "draft": replace(llama["draft"], model=replace(llama["draft"].model, devices=(0,))),
     }
-    checks = placed(shared, FakeNvml(tuple(replace(gpu, total=50 * GIB) for gpu in hgx().gpus)))
-    assert found(checks, "GPU 0 memory")[0][:2] == (
+    checks = placed(shared, cards(need + small - 1))
+    level, text, _ = found(checks, "GPU 0 memory")[0]
+    assert (level, text.partition(" needed")[0]) == (
         "problem",
-        "41.5 GiB for the target + 9.5 GiB for the draft needed, 49.5 GiB free of 50.0 GiB",
+        f"{size(need)} for the target + {size(small)} for the draft",
     )
     assert found(checks, "draft GPU")[0][:2] == ("warning", "shares GPU 0 with the target")
     assert found(checks, "GPU 1 memory")[0][0] == "ok"
@@ -159,9 +158,8 @@ def test_a_busy_gpu_is_flagged_where_it_would_be_used(llama: dict[str, Part]) ->
     ],
 )
 def test_an_old_driver_is_flagged(driver: str, engine: EngineName, level: str, tmp_path: Path) -> None:
-    some = part(tmp_path / "t", "trtllm", 1, GIB)
-    some = replace(some, recipe=replace(some.recipe, engine=engine), manifest=None)
-    some = replace(some, model=replace(some.model, devices="auto"))
+    some = part("llama-3.1-8b-h100" if engine == "trtllm" else "tiny-target", tmp_path, devices="auto")
+    some = replace(some, manifest=None)
     assert found(placed({"target": some}, replace(hgx(), driver=driver)), "driver")[0][0] == level
 
 
@@ -184,7 +182,7 @@ def test_mig_a_lost_gpu_and_a_fabric_that_is_down_are_flagged(llama: dict[str, P
 
 
 def test_an_engine_for_another_gpu_is_flagged(llama: dict[str, Part], tmp_path: Path) -> None:
-    draft = part(tmp_path / "d", "tensorrt", 1, GIB, device="8.0")
+    draft = part("llama-3.2-1b-h100", tmp_path, device="8.0")
     checks = placed(llama | {"draft": draft}, hgx())
     assert found(checks, "draft engine")[0][:2] == (
         "problem",
@@ -192,16 +190,18 @@ def test_an_engine_for_another_gpu_is_flagged(llama: dict[str, Part], tmp_path: 
     )
 
 
-def test_an_engine_that_is_not_built_has_no_memory_to_check(llama: dict[str, Part]) -> None:
+def test_what_an_engine_will_take_is_known_before_it_is_built(llama: dict[str, Part]) -> None:
     unbuilt = {role: replace(one, manifest=None) for role, one in llama.items()}
     checks = [*deployment.engines(unbuilt), *placed(unbuilt, hgx())]
     assert found(checks, "target engine")[0] == (
         "warning",
-        "target (trtllm, tp 4) is not built",
-        "saguaro build any",
+        "llama-3.1-70b-h100 (trtllm, tp 4) is not built",
+        "saguaro build llama-3.1-70b-h100",
     )
-    assert not [check for check in checks if check.name.endswith(" memory")]
+    assert found(checks, "GPU 0 memory") == found(placed(llama, hgx()), "GPU 0 memory") != []
     assert found(checks, "target package")[0][:2] == ("problem", "needs tensorrt_llm 1.2.1, which is not installed")
+    unknown = replace(unbuilt["target"], recipe=replace(llama["target"].recipe, model="somebody/something"))
+    assert found(placed({"target": unknown}, hgx()), "GPU 0 memory") == []
 
 
 # The machine ---------------------------------------------------------------------------------------------------------
