@@ -57,7 +57,7 @@ mpi.leave(0)
 _LIBRARY = """
 from saguaro.orchestrator.channels import mpi
 mpi.remove_shared_memory()
-print(mpi.library(), flush=True)
+print("library:", mpi.library(), flush=True)
 mpi.leave(0)
 """
 
@@ -131,10 +131,11 @@ def _library(found: Mpi) -> str:
         env=found.environment(os.environ),
         stdin=subprocess.DEVNULL,
     )
-    lines = done.stdout.splitlines()
-    if not lines:  # its status says nothing: no rank calls MPI_Finalize
-        raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout, done.stderr)
-    return lines[0]
+    # MPI's own warnings go there as well, and its status says nothing: no rank calls MPI_Finalize.
+    for line in done.stdout.splitlines():
+        if line.startswith("library: "):
+            return line.removeprefix("library: ")
+    raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout, done.stderr)
 
 
 def _joins(found: Mpi) -> Check:

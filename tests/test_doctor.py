@@ -321,12 +321,12 @@ def test_an_mpi_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     broken.chmod(0o755)
     checks = machine.mpi(lambda: Mpi(str(broken), "mpich", "5"))
     assert found(checks, "mpi4py")[0][:2] == ("problem", "a rank cannot load it: libmpi.so: cannot open")
-    broken.write_text("#!/bin/sh\necho 'Open MPI 4.1.4'\n")
+    broken.write_text("#!/bin/sh\necho 'UCX ERROR of no consequence'; echo 'library: Open MPI 4.1.4'\n")
     checks = machine.mpi(lambda: Mpi(str(broken), "mpich", "5"))
     assert found(checks, "mpi4py")[0][:2] == ("problem", "loads Open MPI 4.1.4, which that mpiexec does not start")
     checks = machine.mpi(lambda: Mpi(str(broken), "openmpi", "4.1.4"))
     assert [check.level for check in checks] == ["ok"] * 3
-    broken.write_text("#!/bin/sh\ncase \"$*\" in *library*) echo 'MPICH 5.0.2';; *) exit 1;; esac\n")
+    broken.write_text("#!/bin/sh\ncase \"$*\" in *library*) echo 'library: MPICH 5.0.2';; *) exit 1;; esac\n")
     checks = machine.mpi(lambda: Mpi(str(broken), "mpich", "5"))
     assert found(checks, "joining two jobs")[0][0] == "problem"
 
