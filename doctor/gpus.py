@@ -56,7 +56,17 @@ def _gpu(gpu: Gpu) -> Check:
         return Check(name, "warning", f"{text}, in MIG mode", f"to use it: nvidia-smi -i {gpu.index} -mig 0")
     if gpu.fabric is False:
         return Check(name, "problem", f"{text}; its NVSwitch fabric is not up", "start nvidia-fabricmanager")
+    if gpu.busy:
+        return Check(name, "warning", f"{text}; {_use_of(gpu)}", "another one is taken where there is an idle one")
     return Check(name, "ok", text)
+
+
+def _use_of(gpu: Gpu) -> str:
+    others = ", ".join(
+        f"process {process.pid or 'in another container'}{f' ({size(process.memory)})' if process.memory else ''}"
+        for process in gpu.processes or ()
+    )
+    return f"busy: {size(gpu.memory - gpu.free)} taken{f' by {others}' if others else ''}"
 
 
 def _links(node: GpuNode) -> Check:
@@ -110,13 +120,8 @@ def _use(gpu: Gpu, roles: Mapping[str, int | None]) -> list[Check]:
     if gpu.fabric is False:
         checks.append(Check(name, "problem", "its NVSwitch fabric is not up", "start nvidia-fabricmanager"))
     if gpu.busy:
-        others = ", ".join(
-            f"process {process.pid or 'in another container'}{f' ({size(process.memory)})' if process.memory else ''}"
-            for process in gpu.processes or ()
-        )
-        taken = size(gpu.memory - gpu.free)
         remedy = "stop what uses it (`nvidia-smi`), or name other GPUs under devices:"
-        checks.append(Check(name, "warning", f"busy: {taken} taken{f' by {others}' if others else ''}", remedy))
+        checks.append(Check(name, "warning", _use_of(gpu), remedy))
     known = {role: need for role, need in roles.items() if need is not None}
     if len(known) == len(roles):
         needed = sum(known.values())

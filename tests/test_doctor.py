@@ -141,6 +141,8 @@ def test_a_busy_gpu_is_flagged_where_it_would_be_used(llama: dict[str, Part]) ->
         "busy: 31.0 GiB taken by process 4711 (30.0 GiB), process in another container",
     )
     assert "nvidia-smi" in remedy
+    level, text, _ = found(gpus.hardware(read_node(busy)), "GPU 2")[0]
+    assert (level, text.partition("; ")[2][:5]) == ("warning", "busy:")
     hidden = replace(changed(four, 2, used=31 * GIB), hides_processes=True)
     assert found(placed(llama, hidden), "GPU 2")[0][1] == "busy: 31.0 GiB taken"
     assert found(placed(llama, changed(hgx(), 2, used=31 * GIB)), "GPU 2") == []  # another one is taken instead
