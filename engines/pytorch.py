@@ -30,6 +30,7 @@ from saguaro.plugins.attention import Plan, plan_attention
 from saguaro.plugins.rows import check_tensors
 
 _ATTENTION = "saguaro"
+_CPU = torch.device("cpu")
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 # As LOGIT_TOLERANCES: an activation that is rounded the other way moves by a whole step.
@@ -105,6 +106,7 @@ class PytorchEngine:
         num_blocks: int,
         group: TensorParallel | None = None,
         deterministic: bool = False,
+        device: torch.device = _CPU,
     ) -> PytorchEngine:
         """The engine of a directory built by `saguaro build`; in a group, this rank's part of it.
 
@@ -118,21 +120,20 @@ class PytorchEngine:
                 f"or start {manifest.tp} ranks."
             )
         config = load_config(directory, manifest.max_model_len)
-        weights = directory / weights_file(rank, size)
         if group:
             config = share_of(config, size)
-        stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype)
-        # Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
-        stored_bytes = weights.stat().st_size
-        widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
+        if device.type == "cuda" and manifest.dtype == "int8":
+            raise EngineError(f"{directory}: int8 is computed on the CPU alone. Build it as bfloat16 for a GPU.")
+        stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype, device)
         require_memory(
-            stored_bytes * widening + num_blocks * kv_bytes_per_block(config, block_size, computed),
+            memory_needed(directory, manifest, num_blocks * block_size, rank, device),
             f"the model and {num_blocks * block_size} tokens of KV",
-            torch.device("cpu"),
+            device,
         )
-        model = load_model(weights, config, stored)
+        model = load_model(directory / weights_file(rank, size), config, stored)
         if group:
             join_shares(model, manifest.shards, group)
+        model.to(device)
         if computed != stored:
             compute_in_float32(model, quantise_linears if manifest.dtype == "int8" else pack_linears)
         return cls(
@@ -215,8 +216,26 @@ def _planner(device: torch.device, deterministic: bool) -> Callable[..., Plan]:
     return plan_kernel
 
 
-def _computed(dtype: str) -> torch.dtype:
+def memory_needed(
+    directory: Path, manifest: Manifest, kv_tokens: int, rank: int = 0, device: torch.device = _CPU
+) -> int:
+    """Bytes a rank of an engine directory takes on the device, with that many tokens of KV.
+
+    Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
+    """
+    config = load_config(directory, manifest.max_model_len)
+    if manifest.tp > 1:
+        config = share_of(config, manifest.tp)
+    stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype, device)
+    widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
+    weights = (directory / weights_file(rank, manifest.tp)).stat().st_size * widening
+    return weights + kv_bytes_per_block(config, kv_tokens, computed)
+
+
+def _computed(dtype: str, device: torch.device) -> torch.dtype:
     """What a manifest's dtype is computed in: emulated bfloat16 would be slower than float32, and coarser."""
+    if device.type == "cuda":
+        return _STORED[dtype]
     native = dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if native else torch.float32
 

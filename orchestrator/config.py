@@ -34,12 +34,18 @@ class ModelConfig:
     threads: int = 1  # of each rank
     # Shared out over the ranks. None: the first free cores of this machine, `threads` for each rank
     cores: tuple[int, ...] | None = None
+    # GPUs as nvidia-smi counts them, one for each share of the model, or `auto`. None: `auto` for an engine that is
+    # compiled for GPUs; the CPU for `pytorch`
+    devices: tuple[int, ...] | Literal["auto"] | None = None
     kv_tokens: int = 16384
     block_size: int = 16
 
     def __post_init__(self) -> None:
         _check(self.threads >= 1, "threads", self.threads, "at least 1")
         _check(self.cores is None or len(self.cores) > 0, "cores", self.cores, "left out, or name at least one core")
+        if isinstance(self.devices, tuple):
+            good = len(self.devices) > 0 and min(self.devices) >= 0 and len(set(self.devices)) == len(self.devices)
+            _check(good, "devices", list(self.devices), "left out, `auto`, or name GPUs, each once")
         _check(1 <= self.block_size <= 1024, "block_size", self.block_size, "between 1 and 1024")
         _check(self.kv_tokens >= self.block_size, "kv_tokens", self.kv_tokens, f"at least a block ({self.block_size})")
 

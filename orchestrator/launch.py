@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import select
 import shutil
@@ -31,47 +32,37 @@ from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
+from saguaro.orchestrator.mpi_command import Mpi, find_mpi
+from saguaro.orchestrator.nvml import read_node
+from saguaro.orchestrator.placement import Demand, place
 from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
 from saguaro.orchestrator.restarts import Restarts
 
 _log = logging.getLogger(__name__)
-_TAIL = 30  # lines kept of a group's output, to explain its death
+_TAIL = 60  # lines kept of a group's output, to explain its death
 _WATCH_MS = 1000  # milliseconds between two looks at whether a group that never came to life has ended
 _STOP_TIMEOUT = 15.0  # seconds a group gets to leave in good order
-# What MPICH's mpiexec says of every death: true, and no help.
+# What MPICH's mpiexec says of every death: true, and no help. Open MPI's puts it between two lines of dashes.
 _MPIEXEC_PHRASES = ("=", "YOUR APPLICATION TERMINATED", "This typically refers", "Please see the FAQ")
+_MPIEXEC_PAGE = re.compile(r"^-{40,}$.*?^-{40,}$", re.DOTALL | re.MULTILINE)
 _LONGEST_SOCKET = 107  # bytes of a UNIX socket's path
-_MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDRA_", "MPI_LOCAL")
-
-
-def _mpiexec() -> str:
-    """Beside the interpreter first: the MPI that came with this environment is the one mpi4py loads."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise LaunchError(
-            "no MPI was found (no `mpiexec` beside the interpreter or on PATH): install one with "
-            "`pip install 'saguaro-serving[mpi]'`, or load your cluster's MPI module"
-        )
-    return found
 
 
 class _Group:
     """One MPI job."""
 
-    def __init__(self, role: str, runtime: Path, plan: GroupPlan) -> None:
+    def __init__(self, role: str, runtime: Path, plan: GroupPlan, mpi: Mpi) -> None:
         self.role = role
         self._ranks = plan.ranks
         self.tail: deque[str] = deque(maxlen=_TAIL)
-        # A rank must not mistake itself for part of an MPI job that this process may belong to.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
-        environment |= {"OMP_NUM_THREADS": str(plan.model.threads), "PYTHONUNBUFFERED": "1"}
+        environment = mpi.environment(os.environ) | plan.environment | {"PYTHONUNBUFFERED": "1"}
         # The ranks of a group share this machine: what they say to each other stays on it.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(variable, "lo")
         rank = ["-m", "saguaro.orchestrator.rank", role, str(runtime)]
         self._ending = [*(word.encode() for word in rank), b""]  # of the command lines of its processes
         self._started = time.time() - 1.0  # what is older is not of this group; clocks of file systems are coarse
-        command = [_mpiexec(), "-n", str(plan.ranks), sys.executable, *rank]
+        command = mpi.command(plan.ranks, [sys.executable, *rank], root=os.geteuid() == 0)
         pipes = self._open_pipes(runtime)
         self.process = subprocess.Popen(
             command,
@@ -154,7 +145,10 @@ class _Group:
             what += f" after its rank {' or '.join(map(str, self._first_gone))} died"
             # The others' errors are that they lost it.
             errors = [error for error in errors if error.startswith(tuple(f"rank {n}: " for n in self._first_gone))]
-        said = [line for line in self.tail if line and not line.startswith(("ERROR saguaro: ", *_MPIEXEC_PHRASES))]
+        lines = _MPIEXEC_PAGE.sub("", "\n".join(self.tail)).splitlines()
+        said = [line for line in lines if line and not line.startswith(("ERROR saguaro: ", *_MPIEXEC_PHRASES))]
+        if not said:  # then mpiexec itself may have said why
+            said = [line for line in self.tail if line.strip("-=")]
         return f"{what}: {errors[-1] if errors else ' | '.join(said[-6:]) or 'it said nothing'}"
 
 
@@ -183,7 +177,7 @@ class Launcher:
         else:
             config = replace(config, draft=None)
         self._config = config
-        self._plans = _plan_groups(config, target_engine, draft_engine)
+        self._plans = plan_groups(config, target_engine, draft_engine)
         self._on_ready = on_ready
         self._folder = folder
         self._groups: dict[str, _Group] = {}
@@ -191,6 +185,7 @@ class Launcher:
         self._failure: LaunchError | None = None
 
     async def __aenter__(self) -> Launcher:
+        self._mpi = find_mpi()
         self.runtime = Path(tempfile.mkdtemp(prefix="saguaro-", dir=self._folder))
         self._stack = AsyncExitStack()
         self._stack.callback(shutil.rmtree, self.runtime, ignore_errors=True)
@@ -249,10 +244,12 @@ class Launcher:
             )
         for leftover in self.runtime.iterdir():
             leftover.unlink()
-        plan = LaunchPlan(self._config, self._plans, deployment=secrets.randbits(64), launcher=os.getpid())
+        plan = LaunchPlan(
+            self._config, self._plans, self._mpi.join, deployment=secrets.randbits(64), launcher=os.getpid()
+        )
         plan.write(self.runtime)
         for role, group in self._plans.items():
-            self._groups[role] = _Group(role, self.runtime, group)
+            self._groups[role] = _Group(role, self.runtime, group, self._mpi)
             self._restarts[role].started()
 
     async def _watch(self) -> None:
@@ -279,7 +276,7 @@ class Launcher:
                     self._start_groups()
                 else:
                     await asyncio.to_thread(self._groups[role].stop, 0.0)
-                    self._groups[role] = _Group(role, self.runtime, self._plans[role])
+                    self._groups[role] = _Group(role, self.runtime, self._plans[role], self._mpi)
                     self._restarts[role].started()
             except (LaunchError, OSError) as error:
                 self._failure = LaunchError(f"the {role} group cannot be started again: {error}")
@@ -318,19 +315,15 @@ class Launcher:
         )
 
 
-def _plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> dict[str, GroupPlan]:
-    """Ranks and cores of each group: the cores named, else the first free ones. Raises LaunchError."""
-    cores = sorted(os.sched_getaffinity(0))
-    groups = {"target": _plan(config.target, target, cores)}
+def plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> dict[str, GroupPlan]:
+    """Ranks, GPUs and cores of each group on this machine. Raises LaunchError."""
+    demands = {"target": _demand(config.target, target)}
     if config.draft and draft:
-        free = [core for core in cores if core not in groups["target"].cores] or cores
-        groups["draft"] = _plan(config.draft, draft, free)
-    for role, group in groups.items():
-        if not set(group.cores) <= set(cores):
-            raise LaunchError(f"{role}.cores is {list(group.cores)}, but this process may only use {cores}")
-    return groups
+        demands["draft"] = _demand(config.draft, draft)
+    node = read_node() if any(demand.on_gpus for demand in demands.values()) else None
+    return place(demands, sorted(os.sched_getaffinity(0)), node, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _plan(model: ModelConfig, engine: Path, free: list[int]) -> GroupPlan:
-    ranks = Manifest.load(engine).tp
-    return GroupPlan(model, str(engine.resolve()), ranks, model.cores or tuple(free[: model.threads * ranks]))
+def _demand(model: ModelConfig, engine: Path) -> Demand:
+    manifest = Manifest.load(engine)
+    return Demand(model, manifest.engine, manifest.tp, str(engine.resolve()))

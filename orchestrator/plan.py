@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -13,19 +14,47 @@ LOG_FORMAT = "%(levelname)s saguaro: %(message)s"  # the launcher reads a rank's
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """One process of a group."""
+
+    device: int | None  # its GPU, as nvidia-smi counts them; None: it computes on the CPU, or only leads
+    cores: tuple[int, ...]  # it may run on
+
+
+@dataclass(frozen=True)
 class GroupPlan:
-    """One MPI job: a model on `ranks` processes."""
+    """One MPI job: a model on as many processes as it has `members`, by rank."""
 
     model: ModelConfig
     engine: str  # its directory
-    ranks: int
-    cores: tuple[int, ...]  # of all its ranks
+    members: tuple[RankPlan, ...]
 
-    def cores_of(self, rank: int) -> tuple[int, ...]:
-        """A rank's own part of the cores; all of them where there are too few for each rank to have one."""
-        if len(self.cores) < self.ranks:
-            return self.cores
-        return self.cores[rank * len(self.cores) // self.ranks : (rank + 1) * len(self.cores) // self.ranks]
+    @property
+    def ranks(self) -> int:
+        return len(self.members)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Its GPUs, by rank; empty for a group on the CPU."""
+        return tuple(member.device for member in self.members if member.device is not None)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its processes need to find in their environment.
+
+        A group sees its own GPUs only, so that its first one is CUDA's device 0 in every rank, and nobody takes memory
+        on another group's. CUDA's own order is by speed; nvidia-smi's, in which they are counted here, by bus.
+        """
+        return {
+            "OMP_NUM_THREADS": str(self.model.threads),
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices)),
+        }
+
+    def ordinal(self, rank: int) -> int | None:
+        """The number by which CUDA knows the rank's GPU."""
+        device = self.members[rank].device
+        return None if device is None else self.devices.index(device)
 
 
 @dataclass(frozen=True)
@@ -34,6 +63,7 @@ class LaunchPlan:
 
     config: DeploymentConfig
     groups: dict[str, GroupPlan]  # by role
+    channel: Literal["mpi", "unix"]  # joins the two groups
     deployment: int  # identifies this start: messages of another one are foreign
     launcher: int  # process id of whoever started it, and owns the runtime directory
 

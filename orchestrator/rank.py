@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from tokenizers import Tokenizer
@@ -22,8 +23,8 @@ from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
 from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
-from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
-from saguaro.orchestrator.channels import mpi
+from saguaro.errors import EngineError, LaunchError, LinkError, ProtocolError, SaguaroError
+from saguaro.orchestrator.channels import mpi, unix
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.backups import backup_drafter
@@ -31,7 +32,7 @@ from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
-from saguaro.orchestrator.plan import LOG_FORMAT, LaunchPlan, rendezvous, service_socket, sign_of_life
+from saguaro.orchestrator.plan import LOG_FORMAT, GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
 from saguaro.orchestrator.protocol import Hello
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
@@ -44,7 +45,7 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     """The leader: rank 0 of the target group."""
     config = plan.config
     manifest = Manifest.load(Path(plan.groups["target"].engine))
-    listener = mpi.Listener(runtime) if config.draft else None
+    listener = _joining(plan).Listener(runtime) if config.draft else None
     draft = config.draft or config.target
 
     def links() -> DraftLink | None:
@@ -97,7 +98,7 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     backup = backup_drafter(
         speculation.backup, drafter, speculation.rule, _ordinary_tokens(plan.groups["draft"].engine)
     )
-    channel = mpi.connect(runtime, config.serving.start_timeout_s)
+    channel = _joining(plan).connect(runtime, config.serving.start_timeout_s)
     try:
         Speculator(drafter, channel, policy, hello, backup=backup, estimators=estimators).run()
     finally:
@@ -107,14 +108,16 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
 def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> None:
     """Load this rank's engine, then lead or follow."""
     part = plan.groups[role]
-    os.sched_setaffinity(0, part.cores_of(rank))
+    os.sched_setaffinity(0, part.members[rank].cores)
     torch.set_num_threads(part.model.threads)
-    group = TensorParallel(rank, ranks, rendezvous(runtime, role), torch.device("cpu")) if ranks > 1 else None
+    device = _device(part, rank)
+    group = TensorParallel(rank, ranks, rendezvous(runtime, role), device) if ranks > 1 else None
     engine = load_engine(
         Path(part.engine),
         block_size=part.model.block_size,
         num_blocks=part.model.num_blocks,
         group=group,
+        **({"device": device} if device.type == "cuda" else {}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
     lead = {"target": run_target, "draft": run_draft}[role]
@@ -127,6 +130,25 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         group.stop()
     else:
         follow(engine, group)
+
+
+def _device(part: GroupPlan, rank: int) -> torch.device:
+    """The rank's. Raises EngineError when this PyTorch cannot use the GPU the rank was given."""
+    ordinal = part.ordinal(rank)
+    if ordinal is None:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EngineError(
+            f"the rank was given GPU {part.members[rank].device}, but PyTorch {torch.__version__} finds none: install "
+            "its build for CUDA, and look at `saguaro doctor`"
+        )
+    torch.cuda.set_device(ordinal)
+    return torch.device("cuda", ordinal)
+
+
+def _joining(plan: LaunchPlan) -> ModuleType:
+    """What joins the two groups: `Listener` and `connect` of it."""
+    return {"mpi": mpi, "unix": unix}[plan.channel]
 
 
 def _grammars(engine: Path) -> Grammars:
@@ -147,6 +169,16 @@ def _check_hello(hello: Hello, target: Manifest, draft: ModelConfig) -> None:
         raise LaunchError("its token ids are not the target's: build both engines with the same tokenizer")
     if (hello.num_blocks, hello.block_size) != (draft.num_blocks, draft.block_size):
         raise LaunchError(f"its KV pool ({hello.num_blocks} blocks of {hello.block_size}) is not the deployment's")
+
+
+def _check_size(found: int, started: int) -> None:
+    """Raises LaunchError when MPI does not know of the other ranks: each then takes itself for a job of its own."""
+    if found != started:
+        raise LaunchError(
+            f"MPI says that its job has {found} ranks, but {started} were started: mpi4py loads {mpi.library()}, and "
+            "the `mpiexec` beside the interpreter or first on PATH is another one's. Install mpi4py for that MPI, or "
+            "put the MPI of mpi4py first on PATH"
+        )
 
 
 def _leave_with_launcher(plan: LaunchPlan, runtime: Path) -> None:
@@ -180,6 +212,7 @@ def main() -> None:
     if rank == 0:  # MPI gives nobody else the launcher's standard input
         threading.Thread(target=_leave_with_launcher, args=(plan, runtime), daemon=True).start()
     try:
+        _check_size(ranks, plan.groups[role].ranks)
         # Closed by the end of this process alone. Without waiting, because a launcher that is gone does not read.
         os.open(sign_of_life(runtime, role, rank), os.O_WRONLY | os.O_NONBLOCK)
         run(role, plan, runtime, rank, ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 _SHARED_MEMORY = Path("/dev/shm")
+_SEGMENTS = ("mpich_shm_*", "vader_segment.*", "sm_segment.*")  # of MPICH, and of Open MPI 4 and 5
 _SETTLED = 0.2  # seconds; far longer than a starting rank takes from making its segment to mapping it
 
 
@@ -23,7 +24,7 @@ def kill_ranks(ending: list[bytes]) -> None:
 
 
 def remove_shared_memory(since: float) -> None:
-    """Unlink MPICH segments of this user made after `since` (seconds of the epoch) that no process has mapped.
+    """Unlink MPI's segments of this user made after `since` (seconds of the epoch) that no process has mapped.
 
     A rank unlinks its segment right after start-up (`channels.mpi`), unless it is killed before that. A segment that is
     found unmapped twice belongs to nobody: another job's rank maps its own as soon as it has made it.
@@ -37,7 +38,7 @@ def remove_shared_memory(since: float) -> None:
 
 def _unmapped(since: float) -> set[Path]:
     segments = set()
-    for path in _SHARED_MEMORY.glob("mpich_shm_*"):
+    for path in (path for pattern in _SEGMENTS for path in _SHARED_MEMORY.glob(pattern)):
         with suppress(*_GONE):
             status = path.stat()
             if status.st_uid == os.getuid() and status.st_mtime >= since:

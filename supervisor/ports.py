@@ -9,7 +9,7 @@ from dataclasses import replace
 from saguaro.errors import LaunchError
 from saguaro.orchestrator.config import ServingConfig
 
-_PORTS = ("monitor_port", "http_port", "grpc_port", "triton_metrics_port", "openai_port")
+PORTS = ("monitor_port", "http_port", "grpc_port", "triton_metrics_port", "openai_port")
 
 
 def choose_ports(serving: ServingConfig) -> ServingConfig:
@@ -20,7 +20,7 @@ def choose_ports(serving: ServingConfig) -> ServingConfig:
     chosen: dict[str, int] = {}
     with ExitStack() as held:  # all at once, so that no free port is chosen twice
         # The fixed ones first: none of them may be taken for a free one.
-        for key in sorted(_PORTS, key=lambda key: getattr(serving, key) == 0):
+        for key in sorted(PORTS, key=lambda key: getattr(serving, key) == 0):
             port = getattr(serving, key)
             if port and port in chosen.values():
                 other = next(name for name, used in chosen.items() if used == port)
@@ -34,6 +34,16 @@ def choose_ports(serving: ServingConfig) -> ServingConfig:
         triton_metrics_port=chosen["triton_metrics_port"],
         openai_port=chosen["openai_port"],
     )
+
+
+def port_problem(serving: ServingConfig, key: str) -> str | None:
+    """Why the port of that key cannot be used now; None: it can."""
+    try:
+        with ExitStack() as held:
+            _bind(held, serving.host, getattr(serving, key), key)
+    except LaunchError as error:
+        return str(error)
+    return None
 
 
 def _bind(held: ExitStack, host: str, port: int, key: str) -> int:

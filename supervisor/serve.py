@@ -29,11 +29,18 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _STOP_TIMEOUT = 60.0  # seconds
 
 
-def serve(deployment: str, store: Path | None, *, openai: bool, log_file: Path | None = None) -> None:
-    """Serve in this process until a signal comes. Raises SaguaroError when it cannot start or cannot go on."""
+def serve(
+    deployment: str, store: Path | None, *, openai: bool, host: str | None = None, log_file: Path | None = None
+) -> None:
+    """Serve in this process until a signal comes; `host` takes the place of the deployment's.
+
+    Raises SaguaroError when it cannot start or cannot go on.
+    """
     _log_to(log_file)
     path = find_deployment(deployment)
     config = read_deployment(path)
+    if host is not None:
+        config = replace(config, serving=replace(config.serving, host=host))
     folder = StateFolder(config.name)
     with folder.locked():
         if (old := folder.read()) is not None:

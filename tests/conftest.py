@@ -70,7 +70,9 @@ def leftovers() -> set[str]:
                 continue
             if any(word in command for word in PROCESSES):
                 found.add(f"process {process.name}: {command.decode().split(chr(0))[:8]}")
-    found |= {name for name in os.listdir("/dev/shm") if name.startswith(("mpich", "saguaro-"))}
+    found |= {
+        name for name in os.listdir("/dev/shm") if name.startswith(("mpich", "sm_segment", "vader_segment", "saguaro-"))
+    }
     return found | {str(path) for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("saguaro-*")}
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from saguaro.errors import LinkError
-from saguaro.orchestrator.channels import Channel
+from saguaro.orchestrator.channels import Channel, unix
 from saguaro.orchestrator.channels.inproc import inproc_pair
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
@@ -114,6 +115,55 @@ def test_inproc(check: Callable[[Channel, object], None]) -> None:
     near.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+# The far side of a channel over a socket, in a process that can be killed.
+UNIX_PEER = PEER.replace("import mpi", "import unix as mpi")
+UNIX_PEER = UNIX_PEER.replace("mpi.remove_shared_memory()", "").replace("mpi.leave(0)", "break")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_unix(check: Callable[[Channel, object], None], tmp_path: Path) -> None:
+    listener = unix.Listener(tmp_path)
+    assert listener.poll() is None
+    with subprocess.Popen([sys.executable, "-c", UNIX_PEER, str(tmp_path)]) as peer:
+        deadline = time.monotonic() + 60
+        while (channel := listener.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        listener._socket.close()
+        assert channel is not None
+        check(channel, None)
+        channel.close()
+        peer.kill()
+
+
+def test_a_unix_peer_that_takes_nothing_is_gone_and_one_that_announces_too_much_refused(tmp_path: Path) -> None:
+    near, far = (unix.UnixChannel(end) for end in socket.socketpair())
+    with pytest.raises(LinkError, match="has not taken the last 64 messages"):
+        [near.send(bytes(2**18)) for _ in range(100)]  # type: ignore[func-returns-value]
+    with pytest.raises(LinkError, match="the channel is closed"):
+        near.receive(1)
+    far.close()
+    one, other = socket.socketpair()
+    channel = unix.UnixChannel(one)
+    other.sendall((2**40).to_bytes(8, "little"))
+    with pytest.raises(LinkError, match=f"announces a message of {2**40} bytes"):
+        channel.receive(5)
+    other.close()
+    with pytest.raises(LinkError, match="no target group opened a socket"):
+        unix.connect(tmp_path, 0.05)
+
+
+def test_a_message_larger_than_the_kernel_takes_reaches_a_peer_while_the_sender_does_something_else() -> None:
+    near, far = (unix.UnixChannel(end) for end in socket.socketpair())
+    message = os.urandom(5 * 2**20)
+    near.send(message)
+    assert far.receive(20) == message  # nobody calls anything on the near end meanwhile
+    near.send(b"last words")
+    near.close()
+    assert far.receive(20) == b"last words"  # what was sent before the end is not lost
+    with pytest.raises(LinkError):
+        far.receive(20)
 
 
 @pytest.fixture

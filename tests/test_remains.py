@@ -13,9 +13,9 @@ import pytest
 from saguaro.orchestrator.remains import kill_ranks, remove_shared_memory
 
 
-@pytest.fixture
-def segment() -> Iterator[Path]:
-    path = Path(f"/dev/shm/mpich_shm_test{os.getpid()}_0")
+@pytest.fixture(params=["mpich_shm_{}_0", "sm_segment.host.0.{}.0", "vader_segment.host.0.{}.0"])
+def segment(request: pytest.FixtureRequest) -> Iterator[Path]:
+    path = Path("/dev/shm") / request.param.format(f"test{os.getpid()}")
     path.write_bytes(b"\0" * 4096)
     yield path
     path.unlink(missing_ok=True)

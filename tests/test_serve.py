@@ -286,10 +286,10 @@ def test_detached_it_is_ready_and_a_killed_supervisor_leaves_nothing(
 
 
 def test_detached_it_says_why_it_does_not_start(home: Path, store: Path, nothing_left: None) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.2", 0)) as taken:  # only there
         port = taken.getsockname()[1]
         file = deployment(home, "blocked", PORTS.replace("grpc_port: 0", f"grpc_port: {port}"))
-        done = saguaro("serve", file, "--store", str(store), "--detach")
+        done = saguaro("serve", file, "--store", str(store), "--detach", "--host", "127.0.0.2")
     assert done.returncode == 1
-    assert f"saguaro: port {port} on 127.0.0.1 cannot be used" in done.stderr
+    assert f"saguaro: port {port} on 127.0.0.2 cannot be used" in done.stderr
     assert "serving.grpc_port" in done.stderr

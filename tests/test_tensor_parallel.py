@@ -23,9 +23,9 @@ from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
 from saguaro.engines.tensor_parallel import pack_batch, unpack_batch
 from saguaro.errors import LaunchError
 from saguaro.llm import LLM, build_engines
-from saguaro.orchestrator.config import ModelConfig, find_deployment, read_deployment
+from saguaro.orchestrator.config import find_deployment, read_deployment
 from saguaro.orchestrator.launch import Launcher
-from saguaro.orchestrator.plan import GroupPlan, sign_of_life
+from saguaro.orchestrator.plan import sign_of_life
 from saguaro.orchestrator.types import SamplingParams
 from saguaro.plugins.fan_out import FanOut
 
@@ -119,21 +119,6 @@ def test_a_fan_out_batch_arrives_as_it_was_sent(data: st.DataObject) -> None:
 
 
 # Deployments ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cores", "shares"),
-    [
-        ((4, 5, 6, 7), [(4, 5), (6, 7)]),
-        ((1, 2, 3), [(1,), (2, 3)]),
-        ((3,), [(3,), (3,)]),
-    ],
-)
-def test_ranks_share_cores_out_and_share_them_when_there_are_too_few(
-    cores: tuple[int, ...], shares: list[tuple[int, ...]]
-) -> None:
-    plan = GroupPlan(ModelConfig("any"), "", 2, cores)
-    assert [plan.cores_of(rank) for rank in range(2)] == shares
 
 
 @pytest.fixture(scope="module")

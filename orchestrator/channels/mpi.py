@@ -41,6 +41,12 @@ def place() -> tuple[int, int]:
     return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
+def library() -> str:
+    """The MPI that is loaded, such as "MPICH 5.0.2"."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
 def remove_shared_memory() -> None:
     """Unlink the shared-memory files MPI made for this job; the mappings stay valid.
 

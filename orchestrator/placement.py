@@ -1,0 +1,206 @@
+"""Which process gets which GPU and which CPU cores: decided before anything is started, and pure.
+
+A group on the CPU has `threads` cores for each rank. A group on GPUs has one for each rank that computes; the target's
+should all reach each other over NVLink, the draft's is another one. TensorRT-LLM's target has one rank more: rank 0
+asks, ranks 1 to tp compute (its "pre-spawned orchestrator"), so that the leader is never inside an executor's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from saguaro.engines.manifest import EngineName
+from saguaro.errors import LaunchError
+from saguaro.orchestrator.config import ModelConfig
+from saguaro.orchestrator.nvml import Gpu, GpuNode
+from saguaro.orchestrator.plan import GroupPlan, RankPlan
+
+_ON_GPUS: tuple[EngineName, ...] = ("trtllm", "tensorrt")  # wherever they are; pytorch where `devices` says so
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one group needs of the machine."""
+
+    model: ModelConfig
+    engine: EngineName
+    tp: int
+    directory: str  # of the engine
+
+    @property
+    def ranks(self) -> int:
+        """Processes: one for each share of the model, and TensorRT-LLM's leader, which holds none."""
+        return self.tp + (self.engine == "trtllm")
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.model.devices is not None or self.engine in _ON_GPUS
+
+    @property
+    def devices(self) -> tuple[int, ...] | None:
+        """Those fixed by hand; None: any."""
+        return self.model.devices if isinstance(self.model.devices, tuple) else None
+
+
+def place(
+    demands: Mapping[str, Demand],
+    cores: Sequence[int],
+    node: GpuNode | None = None,
+    visible: str | None = None,
+) -> dict[str, GroupPlan]:
+    """Every group's ranks, by role and in the order given. `cores` are those this process may use.
+
+    `node` is needed as soon as one group is on GPUs; `visible` is CUDA_VISIBLE_DEVICES. Raises LaunchError naming role
+    and key.
+    """
+    on_gpus = {role: demand for role, demand in demands.items() if demand.on_gpus}
+    if on_gpus and node is None:
+        raise LaunchError(f"the {' and the '.join(on_gpus)} group need GPUs, and nobody has looked at them")
+    devices = choose_gpus(on_gpus, node, visible) if node is not None else {}
+    taken: list[int] = []
+    plans: dict[str, GroupPlan] = {}
+    for role, demand in demands.items():
+        if demand.model.cores is not None and not set(demand.model.cores) <= set(cores):
+            raise LaunchError(
+                f"{role}.cores is {list(demand.model.cores)}, but this process may only use {sorted(cores)}"
+            )
+        if role in devices:
+            continue
+        free = [core for core in sorted(cores) if core not in taken] or sorted(cores)
+        own = demand.model.cores or tuple(free[: demand.model.threads * demand.ranks])
+        taken += own
+        members = [RankPlan(None, _share(own, rank, demand.ranks)) for rank in range(demand.ranks)]
+        plans[role] = GroupPlan(demand.model, demand.directory, tuple(members))
+    if devices and node is not None:
+        free = [core for core in sorted(cores) if core not in taken] or sorted(cores)
+        plans |= _gpu_groups(on_gpus, devices, node, free)
+    return {role: plans[role] for role in demands}
+
+
+def visible_gpus(node: GpuNode, visible: str | None) -> tuple[Gpu, ...]:
+    """Those CUDA would show: of CUDA_VISIBLE_DEVICES, as indexes or as (beginnings of) UUIDs; all without it.
+
+    As CUDA does, an entry that names no GPU ends the list. Indexes are nvidia-smi's (CUDA_DEVICE_ORDER=PCI_BUS_ID).
+    """
+    if visible is None:
+        return node.gpus
+    found: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        match = [gpu for gpu in node.gpus if (entry.isdigit() and gpu.index == int(entry)) or _names(entry, gpu)]
+        if len(match) != 1 or match[0] in found:
+            break
+        found += match
+    return tuple(found)
+
+
+def _names(entry: str, gpu: Gpu) -> bool:
+    return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
+
+
+def choose_gpus(demands: Mapping[str, Demand], node: GpuNode, visible: str | None) -> dict[str, tuple[int, ...]]:
+    """Indexes of each group's GPUs, one for each share of its model.
+
+    What is fixed by hand is taken as it is, also the same GPU for two groups. Otherwise each group gets GPUs of its
+    own: idle ones first, then those with most NVLink between them, then those that leave linked ones for the groups to
+    come, then close to each other, then the lowest. Raises LaunchError.
+    """
+    usable = [gpu for gpu in visible_gpus(node, visible) if not gpu.mig]
+    chosen = {role: _by_hand(role, demand, node, usable) for role, demand in demands.items() if demand.devices}
+    taken = {index for devices in chosen.values() for index in devices}
+    waiting = [role for role in demands if role not in chosen]
+    for turn, role in enumerate(waiting):
+        needed = demands[role].tp
+        left = [gpu for gpu in usable if gpu.index not in taken]
+        if len(left) < needed:
+            raise LaunchError(_too_few(role, demands, node, usable, left))
+        later = sum(demands[other].tp for other in waiting[turn + 1 :])
+        best = max(combinations(left, needed), key=lambda group: _score(group, left, later, taken, node))
+        chosen[role] = tuple(gpu.index for gpu in best)
+        taken |= set(chosen[role])
+    return chosen
+
+
+def _score(
+    group: Sequence[Gpu], left: Sequence[Gpu], later: int, taken: set[int], node: GpuNode
+) -> tuple[int | tuple[int, ...], ...]:
+    mine = {gpu.index for gpu in group}
+    links = sum(node.linked(one, other) for one, other in combinations(sorted(mine), 2))
+    to_taken = sum(node.linked(one, other) for one in mine for other in taken)
+    followers = [gpu for gpu in left if gpu.index not in mine and not gpu.busy]
+    reachable = sum(all(node.linked(gpu.index, one) for one in mine) for gpu in followers)
+    return (
+        sum(not gpu.busy for gpu in group),
+        links,
+        to_taken,
+        min(later, reachable),
+        min(later, len(followers)),
+        -len({gpu.numa_node for gpu in group}),
+        tuple(-gpu.index for gpu in group),
+    )
+
+
+def _by_hand(role: str, demand: Demand, node: GpuNode, usable: Sequence[Gpu]) -> tuple[int, ...]:
+    devices = demand.devices or ()
+    if len(devices) != demand.tp:
+        raise LaunchError(
+            f"{role}.devices names {len(devices)} GPUs ({list(devices)}), but its engine has {demand.tp} shares (tp of "
+            f"the recipe): name {demand.tp}"
+        )
+    for index in devices:
+        gpu = node.gpu(index)
+        if gpu is not None and gpu.mig:
+            raise LaunchError(f"{role}.devices names GPU {index}, which {_MIG}")
+        if gpu not in usable:
+            there = ", ".join(str(gpu.index) for gpu in usable) or "none"
+            raise LaunchError(
+                f"{role}.devices names GPU {index}, which this process cannot use; it can use: {there}. Indexes are "
+                "those of nvidia-smi; look at CUDA_VISIBLE_DEVICES"
+            )
+    return devices
+
+
+_MIG = "is cut into MIG instances: a rank needs a whole one (`nvidia-smi -i INDEX -mig 0`)"
+
+
+def _too_few(
+    role: str, demands: Mapping[str, Demand], node: GpuNode, usable: Sequence[Gpu], left: Sequence[Gpu]
+) -> str:
+    needed = ", ".join(f"{demand.tp} for the {name}" for name, demand in demands.items())
+    mig = sum(gpu.mig for gpu in node.gpus)
+    return (
+        f"the {role} has {len(left)} GPUs left and needs {demands[role].tp}: the deployment wants {needed}, and this "
+        f"process can use {len(usable)} of {len(node.gpus)}{f' ({mig} in MIG mode)' if mig else ''}. Build for a "
+        "smaller tp, look at CUDA_VISIBLE_DEVICES, or let groups share GPUs by naming them under `devices:` of each"
+    )
+
+
+def _share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
+    """A rank's own part of the cores; all of them where there are too few for each rank to have one."""
+    if len(cores) < ranks:
+        return tuple(cores)
+    return tuple(cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks])
+
+
+def _gpu_groups(
+    demands: Mapping[str, Demand], devices: Mapping[str, tuple[int, ...]], node: GpuNode, free: Sequence[int]
+) -> dict[str, GroupPlan]:
+    """Each rank gets its part of the cores near its GPU, which it shares with the other ranks that are near them.
+
+    TensorRT-LLM and NCCL have threads of their own, so a rank gets all there is, not `threads` cores.
+    """
+    seats: list[tuple[str, int | None, tuple[str, tuple[int, ...]]]] = []  # role, GPU, and whose cores they are
+    for role, demand in demands.items():
+        first = demand.ranks - demand.tp  # rank that computes
+        for rank in range(demand.ranks):
+            gpu = node.gpu(devices[role][max(0, rank - first)])
+            near = tuple(core for core in free if gpu is not None and core in gpu.cores) or tuple(free)
+            cores = (role, demand.model.cores) if demand.model.cores else ("", near)
+            seats.append((role, gpu.index if gpu is not None and rank >= first else None, cores))
+    groups = {role: GroupPlan(demand.model, demand.directory, ()) for role, demand in demands.items()}
+    for number, (role, device, cores) in enumerate(seats):
+        sharing = [other for other, (_, _, theirs) in enumerate(seats) if theirs == cores]
+        rank_plan = RankPlan(device, _share(cores[1], sharing.index(number), len(sharing)))
+        groups[role] = replace(groups[role], members=(*groups[role].members, rank_plan))
+    return groups
