@@ -20,7 +20,7 @@ from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.protocol import Hello, Round, decode
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.speculator import Speculator
-from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.target import EngineTarget, Target
 from saguaro.orchestrator.types import Backup, Mode, RequestSampling, Rule, SamplingParams
 from saguaro.orchestrator.verifier import RoundResult, Verifier
 
@@ -76,7 +76,7 @@ class _SpeculatorEnd:
 class Pair:
     """A target and a draft engine, wired up. `run` decodes requests as one batch."""
 
-    target: Engine
+    target: Engine | Target  # an engine verifies by our own rules
     draft: Engine
     rule: Rule = "coupled"
     lookahead: int = 3
@@ -115,7 +115,7 @@ class Pair:
         )
         self.channel.speculator = self.speculator
         self.verifier = Verifier(
-            EngineTarget(self.target, self.rule),
+            EngineTarget(self.target, self.rule) if hasattr(self.target, "forward") else self.target,
             max_model_len=self.target.max_model_len,
             budget=self.budget,
             max_batch_tokens=self.max_batch_tokens,
