@@ -300,8 +300,8 @@ class ExecutorSession:
             )
         raise EngineError(
             f"TensorRT-LLM's executor did not answer {len(ids)} requests within {timeout:g} s: {said}. If iterations "
-            "go on, raise target.executor.timeout_s; if they stand still, a rank has died or waits for another one: look "
-            "at the log of each, and whether another process uses a GPU of the target"
+            "go on, raise target.executor.timeout_s; if they stand still, a rank has died or waits for another one: "
+            "look at the log of each, and whether another process uses a GPU of the target"
         )
 
     def _observe(self) -> None:

@@ -31,26 +31,52 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from torch import Tensor
 
-from saguaro.engines.trtllm import MAX_TOP_K, NEVER, Ask, ExecutorSession, Reply
+from saguaro.engines.trtllm import MAX_TOP_K, NEVER, Ask, ExecutorSession, Limits, Reply
 from saguaro.errors import ConfigError, EngineError, SaguaroError
+from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.grammar import has_grammar
 from saguaro.orchestrator.logprobs import token_logprobs
 from saguaro.orchestrator.sequence import Sequence
-from saguaro.orchestrator.types import Mode, Outcome, Rule, SamplingParams, Speculation
+from saguaro.orchestrator.types import Mode, Outcome, SamplingParams, Speculation
 
 _MAX_BIAS = 1e29  # beyond any logit, and still far from NEVER
 
 
-class ExecutorTarget:
-    """Raises ConfigError for the rule `coupled`."""
+def check_deployment(config: DeploymentConfig, limits: Limits) -> None:
+    """Before anything is loaded, which takes minutes. Raises ConfigError naming key, reason and remedy."""
+    speculation, model = config.speculation, config.target
+    if speculation.rule != "ratio":
+        raise ConfigError(
+            f"speculation.rule is {speculation.rule!r}, which a target on TensorRT-LLM cannot follow: its Executor "
+            "accepts draft tokens inside, with random numbers of its own. Set speculation.rule: ratio; at "
+            "temperature 0 both are greedy decoding"
+        )
+    if speculation.deterministic:
+        raise ConfigError(
+            "speculation.deterministic is set, but the logits of TensorRT-LLM's engines depend on what else is in the "
+            "batch. Take the key out"
+        )
+    if speculation.lookahead > limits.max_draft_len:
+        raise ConfigError(
+            f"speculation.lookahead is {speculation.lookahead} and the target's engine takes {limits.max_draft_len} "
+            "draft tokens: lower it, or build with a larger trtllm.max_draft_len"
+        )
+    if config.serving.max_sequences > limits.max_batch_size:
+        raise ConfigError(
+            f"serving.max_sequences is {config.serving.max_sequences} and the target's engine takes "
+            f"{limits.max_batch_size} requests at once: lower it, or build with a larger trtllm.max_batch_size"
+        )
+    if model.block_size != limits.tokens_per_block:
+        raise ConfigError(
+            f"target.block_size is {model.block_size} and the engine's blocks hold {limits.tokens_per_block} tokens: "
+            f"set target.block_size: {limits.tokens_per_block}"
+        )
 
-    def __init__(self, session: ExecutorSession, rule: Rule) -> None:
-        if rule != "ratio":
-            raise ConfigError(
-                f"speculation.rule is {rule!r}, which a target on TensorRT-LLM cannot follow: its Executor accepts "
-                "draft tokens inside, with random numbers of its own. Set speculation.rule: ratio; at temperature 0 both are "
-                "greedy decoding"
-            )
+
+class ExecutorTarget:
+    """Whether the deployment fits is `check_deployment`'s matter; here it is taken to."""
+
+    def __init__(self, session: ExecutorSession) -> None:
         self._session = session
         self._limits = session.limits
         self.vocab_size = session.vocab_size

@@ -332,5 +332,6 @@ def _plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> 
 
 
 def _plan(model: ModelConfig, engine: Path, free: list[int]) -> GroupPlan:
-    ranks = Manifest.load(engine).tp
+    manifest = Manifest.load(engine)
+    ranks = manifest.tp + (manifest.engine == "trtllm")  # one that leads and has no share of the model
     return GroupPlan(model, str(engine.resolve()), ranks, model.cores or tuple(free[: model.threads * ranks]))

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from saguaro.engines.base import Engine
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
-from saguaro.orchestrator.drafters.backups import backup_drafter
+from saguaro.orchestrator.drafters.backups import Primary, backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, uniform
@@ -91,12 +91,13 @@ class Pair:
     tokenizer: Tokenizer | None = None  # for stop strings
     grammars: Grammars | None = None  # of the target
     draft_grammars: Grammars | None = None
+    primary: Primary | None = None  # what drafts in place of the draft engine
     channel: PumpChannel = field(default_factory=PumpChannel)
 
     def __post_init__(self) -> None:
         self.target_pool = BlockPool(self.target.num_blocks, self.target.block_size)
         self.draft_pool = BlockPool(self.draft.num_blocks, self.draft.block_size)
-        drafter = ModelDrafter(
+        drafter: Primary = self.primary or ModelDrafter(
             self.draft,
             self.rule,
             self.policy,

@@ -35,6 +35,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -54,12 +55,20 @@ from saguaro.engines.pytorch import PytorchEngine  # noqa: E402
 from saguaro.engines.scripted import ScriptedEngine, markov_table  # noqa: E402
 from saguaro.engines.trtllm import Ask, ExecutorSession, Limits, Options, work  # noqa: E402
 from saguaro.errors import ConfigError, EngineError  # noqa: E402
-from saguaro.orchestrator.executor_target import ExecutorTarget  # noqa: E402
+from saguaro.orchestrator.config import (  # noqa: E402
+    DeploymentConfig,
+    ModelConfig,
+    ServingConfig,
+    SpeculationConfig,
+)
+from saguaro.orchestrator.drafters.stock import ExecutorDrafter  # noqa: E402
+from saguaro.orchestrator.executor_target import ExecutorTarget, check_deployment  # noqa: E402
 from saguaro.orchestrator.grammar import Grammars  # noqa: E402
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable  # noqa: E402
 from saguaro.orchestrator.scheduler import Scheduler  # noqa: E402
 from saguaro.orchestrator.sequence import Sequence  # noqa: E402
 from saguaro.orchestrator.types import (  # noqa: E402
+    Backup,
     Outcome,
     RequestSampling,
     SamplingParams,
@@ -98,7 +107,7 @@ def session_of(
 
 
 def table_target(path: Path, table: Table = TARGET, padding: int = 0, **build: Any) -> ExecutorTarget:
-    return ExecutorTarget(session_of(path, fake.TableModel(table, padding), len(table), padding, **build), "ratio")
+    return ExecutorTarget(session_of(path, fake.TableModel(table, padding), len(table), padding, **build))
 
 
 def sequence_of(
@@ -349,7 +358,7 @@ def test_greedy_tokens_equal_the_engines(tmp_path: Path, llama_engines: tuple[Py
     plain = [Pair(oracle, draft).run(prompt, params, "ar") for prompt in prompts]
     stop = plain[0][10]
     expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain]
-    target = ExecutorTarget(session_of(tmp_path, fake.EngineModel(model, 12), 500, 12), "ratio")
+    target = ExecutorTarget(session_of(tmp_path, fake.EngineModel(model, 12), 500, 12))
     pair = Pair(target, draft, rule="ratio", stop_ids=(stop,))
     assert serve(pair, prompts, params) == expected
     assert max(len(r.external_draft_tokens_config.tokens) for r in requests() if r.external_draft_tokens_config) == 3
@@ -451,6 +460,53 @@ def test_reuse_off_salts_each_request(tmp_path: Path) -> None:
         trtllm.Executor(tmp_path, trtllm.ModelType.DECODER_ONLY, config)
 
 
+# The draft ------------------------------------------------------------------------------------------------------------
+
+
+def stock_draft(path: Path, model: Any, vocab_size: int, padding: int = 0) -> ExecutorDrafter:
+    session = session_of(path, model, vocab_size, padding, target=False)
+    return ExecutorDrafter(session, 400, 4)
+
+
+@pytest.mark.parametrize("backup", ["primary", "ngram"])
+def test_a_stock_draft_speculates(tmp_path: Path, llama_engines: tuple[PytorchEngine, ...], backup: Backup) -> None:
+    """Both models on Executors. Its drafts and guesses are those of the fan-out engine, greedy as it is."""
+    _, oracle, draft = llama_engines
+    prompts = [[7 * i % 500 for i in range(n)] for n in (19, 3)]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    fan_out = Pair(oracle, draft, backup=backup)
+    sequences = [fan_out.sequence(prompt, params) for prompt in prompts]
+    expected = fan_out.finish(sequences)
+    target = ExecutorTarget(session_of(tmp_path / "target", fake.EngineModel(oracle, 12), 500, 12))
+    stock = Pair(
+        target,
+        draft,
+        rule="ratio",
+        backup=backup,
+        primary=stock_draft(tmp_path / "draft", fake.EngineModel(draft, 12), 500, 12),
+    )
+    found = [stock.sequence(prompt, params) for prompt in prompts]
+    assert stock.finish(found) == expected
+    assert [s.rounds for s in found] == [s.rounds for s in sequences], "another draft, or another guess"
+    assert any(record.hit for record in found[0].rounds)
+
+
+def test_a_stock_draft_at_a_temperature_proposes_point_masses(tmp_path: Path) -> None:
+    target = table_target(tmp_path / "target")
+    pair = pair_of(target, primary=stock_draft(tmp_path / "draft", fake.TableModel(DRAFT), 4))
+    assert len(pair.run([0, 1], SAMPLED)) == 40
+    sent = [
+        r.external_draft_tokens_config for r in fake.machine.executors[0].requests if r.external_draft_tokens_config
+    ]
+    assert {tuple(sorted(row)) for config in sent for row in config.logits.softmax(-1).tolist()} == {(0, 0, 0, 1)}
+
+
+def test_a_stock_draft_without_logits_is_refused(tmp_path: Path) -> None:
+    session = session_of(tmp_path, fake.TableModel(DRAFT), 4, target=False, gather_generation_logits=False)
+    with pytest.raises(ConfigError, match="needs gather_generation_logits"):
+        ExecutorDrafter(session, 100, 4)
+
+
 # Parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -469,9 +525,24 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, params: Samplin
         target.admit(params, "ssd")
 
 
-def test_the_rule_coupled_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Set speculation.rule: ratio; at temperature 0 both are greedy"):
-        ExecutorTarget(session_of(tmp_path, fake.TableModel(TARGET), 4), "coupled")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculation": SpeculationConfig()}, r"Set speculation.rule: ratio; at temperature 0 both are greedy"),
+        ({"speculation": SpeculationConfig(rule="ratio", deterministic=True)}, "deterministic is set"),
+        ({"speculation": SpeculationConfig(rule="ratio", lookahead=9)}, "lookahead is 9 and .* takes 8 draft tokens"),
+        ({"serving": ServingConfig(max_sequences=9)}, "max_sequences is 9 and .* takes 8 requests"),
+        ({"target": ModelConfig("t")}, "target.block_size is 16 and the engine's blocks hold 4 tokens"),
+    ],
+)
+def test_deployments_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    limits = Limits.read(fake.write_engine(tmp_path, 8))
+    fitting = DeploymentConfig(
+        "test", ModelConfig("t", block_size=4), ModelConfig("d"), SpeculationConfig(rule="ratio")
+    )
+    check_deployment(fitting, limits)
+    with pytest.raises(ConfigError, match=message):
+        check_deployment(replace(fitting, **change), limits)
 
 
 @pytest.mark.parametrize(
