@@ -34,10 +34,12 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ from harness import Pair  # noqa: E402
 from oracles import Table, assert_same_law, completed, drawn, nothing, pointed, target_law  # noqa: E402
 from saguaro.engines.pytorch import PytorchEngine  # noqa: E402
 from saguaro.engines.scripted import ScriptedEngine, markov_table  # noqa: E402
-from saguaro.engines.trtllm import Ask, ExecutorSession, Limits, Options, work  # noqa: E402
+from saguaro.engines.trtllm import NEVER, Ask, ExecutorSession, Limits, Options, work  # noqa: E402
 from saguaro.errors import ConfigError, EngineError  # noqa: E402
 from saguaro.orchestrator.config import (  # noqa: E402
     DeploymentConfig,
@@ -789,6 +791,63 @@ def test_q_that_loses_precision_would_not_be_exact(tmp_path: Path) -> None:
     sent = requests()[-1].external_draft_tokens_config.logits.softmax(-1)
     assert torch.allclose(sent, torch.tensor([[0.0, 0.2, 0.0, 0.8]]), atol=1e-7)
     assert sent[0, 0] == sent[0, 2] == 0
+
+
+# The check list for a GPU ---------------------------------------------------------------------------------------------
+
+
+def first_hour() -> Any:
+    spec = spec_from_file_location("trtllm_first_hour", ROOT / "tests" / "gpu" / "trtllm_first_hour.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for their names
+    spec.loader.exec_module(module)
+    return module
+
+
+def lab_of(script: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Few samples, for quick checks: what they cannot tell apart they are not asked here."""
+    monkeypatch.setattr(script, "SAMPLES", 160)
+    monkeypatch.setattr(script, "TOLERANCE", 0.19)
+    rows = [[1 + (3 * i + 5 * j) % 11 for j in range(8)] for i in range(8)]
+    return script.Lab(session_of(path, fake.TableModel(fractions(*map(tuple, rows))), 8), Ask, NEVER)
+
+
+def test_every_check_passes_where_the_contract_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = first_hour()
+    found = list(script.checks(lab_of(script, tmp_path, monkeypatch)))
+    assert len(found) == 16
+    assert [str(check) for check in found if not check.passed] == []
+
+
+def test_a_check_fails_where_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = first_hour()
+    lab = lab_of(script, tmp_path, monkeypatch)
+    assert script.one_iteration(lab)[0]
+    assert script.seeds(lab)[0]
+    assert script.tokens_alone(lab)[0]
+    fake.machine.stops_after_verification = False
+    assert not script.one_iteration(lab)[0]
+    shared = fake.SeededDice(0)
+    fake.machine.dice = lambda _request: shared
+    assert not script.seeds(lab)[0]
+    monkeypatch.setattr(lab, "log_q", lambda *probs: None)  # a q that gets lost: as with tokens alone
+    assert not script.point_mass(lab)[0]
+
+
+def test_the_interface_is_compared_with_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = first_hour()
+    found = {check.name.rpartition(".")[2]: check for check in script.api_checks(trtllm)}
+    wrong = {name for name, check in found.items() if not check.passed}
+    assert wrong <= {"Executor", "Response"}  # of which the fake has what is used
+    assert len(found) > 40
+    monkeypatch.delattr(trtllm, "SamplingConfig")
+    assert "FAIL  tensorrt_llm.bindings.executor.SamplingConfig: is not there" in map(str, script.api_checks(trtllm))
+    said = "__init__(self, a: int = 1, b: list[int | None] = [], *, c: str | None = None) -> None"
+    cls = type("Said", (), {"__init__": lambda self: None})
+    cls.__init__.__doc__ = said
+    assert script.signature(cls) == [("a", False), ("b", False), ("c", True)]
 
 
 def test_the_tables_are_complete() -> None:

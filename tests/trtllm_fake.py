@@ -307,12 +307,14 @@ def _build() -> ModuleType:
             _NAMES[name.rpartition(".")[2]] = type(name.rpartition(".")[2], (_Bound,), {})
     # Defaults are made of other classes, so those without such come first.
     for full, table in sorted(classes.items(), key=lambda item: item[0] in ("ExecutorConfig", "Request")):
-        made = _NAMES.get(full.rpartition(".")[2])
-        if made is None:
+        cls = _NAMES.get(full.rpartition(".")[2])
+        if cls is None:
             continue
-        made._writable = frozenset(table.get("attributes_rw", ()))
+        cls._writable = frozenset(table.get("attributes_rw", ()))
+        for attribute in (*cls._writable, *table.get("attributes_ro", ()), *table.get("methods", ())):
+            setattr(cls, attribute, None)
         if "init" in table:
-            made._parameters = _parameters(table["init"])
+            cls._parameters = _parameters(table["init"])
     for name, thing in _NAMES.items():
         setattr(module, name, thing)
     for name in list(classes) + [n.removeprefix(_PREFIX) for n in CONTRACT["enums"] if n.startswith(_PREFIX)]:
