@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -41,6 +42,7 @@ from datetime import timedelta
 from fractions import Fraction
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +55,7 @@ trtllm = fake.install()
 from byte_tokenizer import byte_level  # noqa: E402
 from harness import Pair  # noqa: E402
 from oracles import Table, assert_same_law, completed, drawn, nothing, pointed, target_law  # noqa: E402
+from saguaro.engines.manifest import Manifest  # noqa: E402
 from saguaro.engines.pytorch import PytorchEngine  # noqa: E402
 from saguaro.engines.scripted import ScriptedEngine, markov_table  # noqa: E402
 from saguaro.engines.trtllm import NEVER, Ask, ExecutorSession, Limits, Options, work  # noqa: E402
@@ -725,6 +728,11 @@ def test_statistics_reach_the_metrics(tmp_path: Path) -> None:
     assert values["saguaro_executor_reused_blocks_total"] > 0
     assert values["saguaro_executor_iteration_seconds"] == 0.001
     assert not session._executor.get_latest_iteration_stats()
+    kinds = {f"{f.name}_total" if f.type == "counter" else f.name: f.type for f in target.metrics()}
+    documented = re.findall(
+        r"^\| `(saguaro_executor_\w+)` \| (\w+) \| \S", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE
+    )
+    assert dict(documented) == kinds
 
 
 @pytest.mark.parametrize(
@@ -772,6 +780,41 @@ def test_ranks_construct_one_executor(tmp_path: Path) -> None:
     assert all(not worker.requests for worker in workers)
     session.close()
     assert not leader.running
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_what_each_rank_of_a_group_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    from saguaro.orchestrator import rank
+
+    fake.machine.models[str(tmp_path)] = fake.TableModel(TARGET)
+    fake.write_engine(tmp_path, 4, target=role == "target")
+    manifest(tmp_path, 4)
+    part = SimpleNamespace(model=ModelConfig("t", kv_tokens=800, block_size=4), engine=str(tmp_path))
+    config = DeploymentConfig("test", part.model, part.model, SpeculationConfig(rule="ratio"))
+    plan: Any = SimpleNamespace(groups={role: part}, config=config)
+    led: list[Any] = []
+    monkeypatch.setattr(rank, "run_target", lambda plan, runtime, target: led.append(target))
+    monkeypatch.setattr(rank, "run_draft", lambda plan, runtime, length, primary: led.append(primary(None, None)))
+    for number in (1, 2, 0):
+        rank.run_executor(role, plan, tmp_path, number)
+    assert [type(leader) for leader in led] == [ExecutorTarget if role == "target" else ExecutorDrafter]
+    *workers, leader = fake.machine.executors
+    assert [bool(worker.requests) for worker in workers] == [False, False]
+    assert leader.requests
+    assert not leader.running, "the executor outlives what led it"
+    assert leader.config.kv_cache_config.max_tokens == 800
+    coupled: Any = SimpleNamespace(groups={role: part}, config=replace(config, speculation=SpeculationConfig()))
+    if role == "target":
+        with pytest.raises(ConfigError, match="rule: ratio"):
+            rank.run_executor(role, coupled, tmp_path, 0)
+        assert len(fake.machine.executors) == 3, "refused only after the engine was loaded"
+
+
+def manifest(directory: Path, vocab_size: int) -> None:
+    empty = {"recipe_hash": "0" * 64, "source_sha256": "0" * 64, "token_map_sha256": "0" * 64, "versions": {}}
+    names = {"recipe": "test", "model": "tiny", "family": "llama", "dtype": "bfloat16", "device": "90"}
+    sizes = {"format": 1, "tp": 2, "vocab_size": vocab_size, "max_model_len": 128, "eos_token_ids": (2,)}
+    Manifest(engine="trtllm", shards={}, **empty, **names, **sizes).write(directory)  # type: ignore[arg-type]
 
 
 def test_nothing_of_the_executor_is_pickled() -> None:

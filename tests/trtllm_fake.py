@@ -406,6 +406,8 @@ class Executor:
             if orchestrator is None or (orchestrator.spawn_processes and not orchestrator.worker_executable_path):
                 raise RuntimeError("[TensorRT-LLM][ERROR] Assertion failed: a worker executable is needed to spawn")
             self.orchestrates = orchestrator.is_orchestrator
+            if 0 in (parallel.participant_ids or ()):
+                raise RuntimeError("[TensorRT-LLM][ERROR] Assertion failed: Rank 0 is reserved for the orchestrator")
             for ids in (parallel.device_ids, parallel.participant_ids):
                 if ids is None or len(ids) != world:
                     raise RuntimeError(f"[TensorRT-LLM][ERROR] Assertion failed: {ids} for a world of {world}")
