@@ -9,7 +9,6 @@ model each, construct the same Executor and stay in `shutdown()` until rank 0 le
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -24,77 +23,18 @@ import torch
 from tensorrt_llm.bindings import executor as trtllm
 from torch import Tensor
 
+from saguaro.engines.trtllm_config import VERSION, TrtllmEngineConfig, read_trtllm_config
 from saguaro.errors import EngineError
 
 _log = logging.getLogger(__name__)
-VERSION = "1.2.1"
 NEVER = -1e30  # a bias that excludes a token: softmax gives exactly 0, and no sum with it is not a number
 MAX_TOP_K = 1024  # of the sampling kernels; a larger one would silently become this
-# `draft_tokens_external` as config.json may spell it: the name, or its bit of an integer flag.
-_EXTERNAL = {"draft_tokens_external", "2"}
 _POLL_S = 1.0  # one call of await_responses; the loop around it has the deadline
 _STATS = 1000  # iterations the executor remembers; they are read every round
 # Blocks of running sequences outlive others by this priority (of 100; 35 is usual), for this long after their last use.
 _LIVE_PRIORITY, _LIVE = 90, timedelta(seconds=60)
 _CANARY_TOKENS = 8
 _FIRST_STATS_S = 10.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine directory was compiled for, from its config.json."""
-
-    vocab_size: int  # rows of the model, with padding: the width of every tensor over the vocabulary
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int  # with room for `max_draft_len`
-    max_draft_len: int
-    tokens_per_block: int
-    world_size: int
-    gather_generation_logits: bool
-    external_drafts: bool
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest context. A prompt whose KV is gone is computed in one step, so it has to fit into one, too."""
-        return min(self.max_seq_len, self.max_num_tokens) - self.max_draft_len
-
-    @classmethod
-    def read(cls, directory: Path) -> Limits:
-        """Raises EngineError for an engine of another release, or one that could not be run exactly."""
-        path = directory / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            model, build = config["pretrained_config"], config["build_config"]
-            plugins, mapping = build["plugin_config"], model["mapping"]
-            mode = str(build["speculative_decoding_mode"]).lower().rpartition(".")[2]
-            limits = cls(
-                # Split over ranks, the vocabulary is padded to a multiple of them.
-                vocab_size=-(-model["vocab_size"] // mapping["tp_size"]) * mapping["tp_size"],
-                max_batch_size=build["max_batch_size"],
-                max_num_tokens=build["max_num_tokens"],
-                max_seq_len=build["max_seq_len"],
-                max_draft_len=build["max_draft_len"],
-                tokens_per_block=plugins["tokens_per_block"],
-                world_size=mapping["world_size"],
-                gather_generation_logits=build["gather_generation_logits"],
-                external_drafts=mode in _EXTERNAL,
-            )
-            facts = {
-                "version": (config["version"], VERSION),
-                "pretrained_config.logits_dtype": (model["logits_dtype"], "float32"),  # halves would round log q
-                "pretrained_config.mapping.pp_size": (mapping["pp_size"], 1),
-                "build_config.max_beam_width": (build["max_beam_width"], 1),
-                "build_config.plugin_config.use_paged_context_fmha": (plugins["use_paged_context_fmha"], True),
-            }
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise EngineError(
-                f"{path}: is not the config.json of a TensorRT-LLM engine ({error!r}). Build it again."
-            ) from error
-        for key, (found, needed) in facts.items():
-            if found != needed:
-                raise EngineError(f"{path}: {key} is {found!r} and has to be {needed!r}. Build the engine again.")
-        return limits
 
 
 @dataclass(frozen=True)
@@ -158,16 +98,21 @@ class ExecutorSession:
     """
 
     def __init__(self, directory: Path, *, vocab_size: int, options: Options, target: bool) -> None:
-        self.limits = Limits.read(directory)
-        if target != self.limits.external_drafts:
+        self.engine = read_trtllm_config(directory)
+        if self.engine.logits_dtype != "float32":
             raise EngineError(
-                f"{directory}: was built {'with' if self.limits.external_drafts else 'without'} "
-                f"speculative_decoding_mode draft_tokens_external, which a target needs and a draft must not have"
+                f"{directory}: logits_dtype is {self.engine.logits_dtype!r}, which would round the probabilities of "
+                "drafts: build the engine again with float32"
             )
-        if not 0 < vocab_size <= self.limits.vocab_size:
+        if target != (self.engine.speculative_decoding_mode == "draft_tokens_external"):
             raise EngineError(
-                f"{directory}: the tokenizer has {vocab_size} token ids and the model {self.limits.vocab_size} rows: "
-                "the directory mixes two models. Build it again."
+                f"{directory}: speculative_decoding_mode is {self.engine.speculative_decoding_mode}; a target needs "
+                "draft_tokens_external and a draft none"
+            )
+        if not 0 < vocab_size <= self.engine.padded_vocab_size:
+            raise EngineError(
+                f"{directory}: the tokenizer has {vocab_size} token ids and the model {self.engine.padded_vocab_size} "
+                "rows: the directory mixes two models. Build it again."
             )
         self.vocab_size = vocab_size
         self.counts = Counts()
@@ -175,10 +120,10 @@ class ExecutorSession:
         self._options = options
         self._salts = count(1)
         self._padding: Tensor | None = None
-        if vocab_size < self.limits.vocab_size:
-            self._padding = torch.zeros(self.limits.vocab_size)
+        if vocab_size < self.engine.padded_vocab_size:
+            self._padding = torch.zeros(self.engine.padded_vocab_size)
             self._padding[vocab_size:] = NEVER
-        self._executor = _construct(directory, self.limits, options, rank=0)
+        self._executor = _construct(directory, self.engine, options, rank=0)
         if not self._executor.can_enqueue_requests():
             raise EngineError(
                 f"{directory}: this process cannot enqueue requests; it is not rank 0 of the target's job"
@@ -186,10 +131,10 @@ class ExecutorSession:
         self._warm_up()
         blocks = self.stats.kv_cache_stats.max_num_blocks if self.stats else 0
         # A partly matching block is copied: a running request may hold one block more than its tokens need.
-        self.num_blocks = blocks - self.limits.max_batch_size
+        self.num_blocks = blocks - self.engine.max_batch_size
         if self.num_blocks < 1:
             raise EngineError(
-                f"the executor has {blocks} KV blocks and needs one for each of {self.limits.max_batch_size} sequences "
+                f"the executor has {blocks} KV blocks and needs one for each of {self.engine.max_batch_size} sequences "
                 "and some more: raise kv_tokens or executor.memory_fraction, or build for a smaller max_batch_size"
             )
 
@@ -317,7 +262,7 @@ class ExecutorSession:
 
         Under a salt of its own, which no request of `run` has.
         """
-        length = min(2 * self.limits.tokens_per_block + 3, self.limits.max_model_len - _CANARY_TOKENS)
+        length = min(2 * self.engine.tokens_per_block + 3, self.engine.max_model_len - _CANARY_TOKENS)
         ask = Ask([index * 7 % self.vocab_size for index in range(max(1, length))], _CANARY_TOKENS)
         answers = [self._run([ask], self._options.start_timeout_s, salt=2**63)[0] for _ in range(2)]
         for answer in answers:
@@ -337,18 +282,18 @@ class ExecutorSession:
 
 def work(directory: Path, options: Options, rank: int) -> None:
     """What ranks 1 to tp do: hold a share of the model until rank 0 ends the executor."""
-    executor = _construct(directory, Limits.read(directory), options, rank)
+    executor = _construct(directory, read_trtllm_config(directory), options, rank)
     executor.shutdown()  # returns when rank 0 has left
 
 
-def _construct(directory: Path, limits: Limits, options: Options, rank: int) -> Any:
+def _construct(directory: Path, engine: TrtllmEngineConfig, options: Options, rank: int) -> Any:
     """The same on every rank but for who is the orchestrator. Raises EngineError with what TensorRT-LLM says."""
     if tensorrt_llm.__version__ != VERSION:
         raise EngineError(
             f"tensorrt_llm is version {tensorrt_llm.__version__}, and this engine needs {VERSION}: use the container "
             "image that docs/deployment names"
         )
-    workers = range(1, limits.world_size + 1)
+    workers = range(1, engine.tp_size + 1)
     config = trtllm.ExecutorConfig(
         max_beam_width=1,
         kv_cache_config=trtllm.KvCacheConfig(
@@ -367,7 +312,7 @@ def _construct(directory: Path, limits: Limits, options: Options, rank: int) -> 
             participant_ids=list(workers),
             orchestrator_config=trtllm.OrchestratorConfig(is_orchestrator=rank == 0, spawn_processes=False),
         ),
-        gather_generation_logits=limits.gather_generation_logits,
+        gather_generation_logits=engine.gather_generation_logits,
     )
     try:
         return trtllm.Executor(directory, trtllm.ModelType.DECODER_ONLY, config)

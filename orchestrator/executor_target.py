@@ -31,7 +31,8 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from torch import Tensor
 
-from saguaro.engines.trtllm import MAX_TOP_K, NEVER, Ask, ExecutorSession, Limits, Reply
+from saguaro.engines.trtllm import MAX_TOP_K, NEVER, Ask, ExecutorSession, Reply
+from saguaro.engines.trtllm_config import TrtllmEngineConfig
 from saguaro.errors import ConfigError, EngineError, SaguaroError
 from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.grammar import has_grammar
@@ -42,7 +43,7 @@ from saguaro.orchestrator.types import Mode, Outcome, SamplingParams, Speculatio
 _MAX_BIAS = 1e29  # beyond any logit, and still far from NEVER
 
 
-def check_deployment(config: DeploymentConfig, limits: Limits) -> None:
+def check_deployment(config: DeploymentConfig, engine: TrtllmEngineConfig) -> None:
     """Before anything is loaded, which takes minutes. Raises ConfigError naming key, reason and remedy."""
     speculation, model = config.speculation, config.target
     if speculation.rule != "ratio":
@@ -56,20 +57,20 @@ def check_deployment(config: DeploymentConfig, limits: Limits) -> None:
             "speculation.deterministic is set, but the logits of TensorRT-LLM's engines depend on what else is in the "
             "batch. Take the key out"
         )
-    if speculation.lookahead > limits.max_draft_len:
+    if speculation.lookahead > engine.max_draft_len:
         raise ConfigError(
-            f"speculation.lookahead is {speculation.lookahead} and the target's engine takes {limits.max_draft_len} "
+            f"speculation.lookahead is {speculation.lookahead} and the target's engine takes {engine.max_draft_len} "
             "draft tokens: lower it, or build with a larger trtllm.max_draft_len"
         )
-    if config.serving.max_sequences > limits.max_batch_size:
+    if config.serving.max_sequences > engine.max_batch_size:
         raise ConfigError(
             f"serving.max_sequences is {config.serving.max_sequences} and the target's engine takes "
-            f"{limits.max_batch_size} requests at once: lower it, or build with a larger trtllm.max_batch_size"
+            f"{engine.max_batch_size} requests at once: lower it, or build with a larger trtllm.max_batch_size"
         )
-    if model.block_size != limits.tokens_per_block:
+    if model.block_size != engine.tokens_per_block:
         raise ConfigError(
-            f"target.block_size is {model.block_size} and the engine's blocks hold {limits.tokens_per_block} tokens: "
-            f"set target.block_size: {limits.tokens_per_block}"
+            f"target.block_size is {model.block_size} and the engine's blocks hold {engine.tokens_per_block} tokens: "
+            f"set target.block_size: {engine.tokens_per_block}"
         )
 
 
@@ -78,10 +79,10 @@ class ExecutorTarget:
 
     def __init__(self, session: ExecutorSession) -> None:
         self._session = session
-        self._limits = session.limits
+        self._engine = session.engine
         self.vocab_size = session.vocab_size
-        self.max_model_len = session.limits.max_model_len
-        self.block_size = session.limits.tokens_per_block
+        self.max_model_len = session.engine.max_model_len
+        self.block_size = session.engine.tokens_per_block
         self.num_blocks = session.num_blocks
         self._longer = 0  # tokens beyond a round's outcome, which were not used
         self._pretended = 0  # draft tokens without meaning, see `top_p` above
@@ -100,7 +101,7 @@ class ExecutorTarget:
                     "it would be applied after presence_penalty and frequency_penalty instead of before",
                 )
             )
-        if params.logprobs is not None and not self._limits.gather_generation_logits:
+        if params.logprobs is not None and not self._engine.gather_generation_logits:
             raise ConfigError(
                 _refusal("logprobs", params.logprobs, "the engine was built without gather_generation_logits")
             )
@@ -158,7 +159,7 @@ class ExecutorTarget:
         if sequence.chunk_end is not None:
             return Ask(sequence.tokens[: sequence.chunk_end], 1), Speculation()
         params = sequence.request.params
-        used = speculation.first(self._limits.max_draft_len)
+        used = speculation.first(self._engine.max_draft_len)
         words = [word for word in params.bad_words if not isinstance(word, str)]
         left = params.min_tokens - sequence.emitted
         if left > 0:
@@ -169,7 +170,7 @@ class ExecutorTarget:
             draft = (sequence.tokens[-1],)
             self._pretended += 1
         if params.temperature > 0 and draft:
-            draft_logits = _log_q(draft, used, self._limits.vocab_size)
+            draft_logits = _log_q(draft, used, self._engine.padded_vocab_size)
         ask = Ask(
             tokens=sequence.tokens,
             max_tokens=len(draft) + 1,
@@ -192,7 +193,7 @@ class ExecutorTarget:
         banned = list({word[0] for word in words if len(word) == 1})
         if not (params.logit_bias or sequence.grammar or _counted(params) or len(banned) >= self.vocab_size):
             return None
-        bias = torch.zeros(self._limits.vocab_size)
+        bias = torch.zeros(self._engine.padded_vocab_size)
         for token, value in params.logit_bias.items():
             bias[token] = min(max(value, -_MAX_BIAS), _MAX_BIAS)
         if _counted(params):

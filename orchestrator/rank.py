@@ -23,6 +23,7 @@ from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
 from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
+from saguaro.engines.trtllm_config import read_trtllm_config
 from saguaro.errors import LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi
 from saguaro.orchestrator.config import ModelConfig
@@ -151,7 +152,7 @@ def _lead(role: str, plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
 def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
     """A rank of a group whose engine is TensorRT-LLM's: rank 0 leads and has no GPU, the others hold a share each."""
     # These need TensorRT-LLM.
-    from saguaro.engines.trtllm import ExecutorSession, Limits, Options, work
+    from saguaro.engines.trtllm import ExecutorSession, Options, work
     from saguaro.orchestrator.drafters.stock import ExecutorDrafter
     from saguaro.orchestrator.executor_target import ExecutorTarget, check_deployment
 
@@ -164,7 +165,7 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
         start_timeout_s=plan.config.serving.start_timeout_s,
     )
     if role == "target":
-        check_deployment(plan.config, Limits.read(directory))
+        check_deployment(plan.config, read_trtllm_config(directory))
     if rank > 0:
         work(directory, options, rank)
         return
@@ -175,7 +176,7 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
             run_target(plan, runtime, ExecutorTarget(session))
         else:
             drafter = ExecutorDrafter(session, model.num_blocks, model.block_size)
-            run_draft(plan, runtime, session.limits.max_model_len, lambda _policy, _grammars: drafter)
+            run_draft(plan, runtime, session.engine.max_model_len, lambda _policy, _grammars: drafter)
     finally:
         session.close()
 

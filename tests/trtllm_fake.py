@@ -123,12 +123,31 @@ def write_engine(directory: Path, vocab_size: int, *, target: bool = True, **bui
         "speculative_decoding_mode": 2 if target else 1,
         "gather_generation_logits": True,
         "kv_cache_type": "paged",
-        "plugin_config": {"tokens_per_block": 4, "use_paged_context_fmha": True, "gpt_attention_plugin": "auto"},
+        "plugin_config": {
+            "tokens_per_block": 4,
+            "use_paged_context_fmha": True,
+            "paged_kv_cache": True,
+            "remove_input_padding": True,
+            "gpt_attention_plugin": "auto",
+        },
     }
-    model = {
+    model: dict[str, Any] = {
         "architecture": "LlamaForCausalLM",
-        "vocab_size": vocab_size,
+        "dtype": "bfloat16",
         "logits_dtype": "float32",
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "max_position_embeddings": 256,
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "norm_epsilon": 1e-5,
+        "hidden_act": "silu",
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
         "mapping": {"world_size": 2, "tp_size": 2, "pp_size": 1},
     }
     model |= {key.removeprefix("model_"): build.pop(key) for key in list(build) if key.startswith("model_")}
@@ -141,6 +160,8 @@ def write_engine(directory: Path, vocab_size: int, *, target: bool = True, **bui
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
+    for rank in range(model["mapping"]["tp_size"]):
+        (directory / f"rank{rank}.engine").write_bytes(b"engine")
     return directory
 
 

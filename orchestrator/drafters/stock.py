@@ -24,7 +24,7 @@ class ExecutorDrafter:
     """`num_blocks` and `block_size` are of the pool that the leader counts; KV lies where the executor wants it."""
 
     def __init__(self, session: ExecutorSession, num_blocks: int, block_size: int) -> None:
-        if not session.limits.gather_generation_logits:
+        if not session.engine.gather_generation_logits:
             raise ConfigError(
                 "a draft on TensorRT-LLM's Executor needs gather_generation_logits: what is guessed is chosen from "
                 "logits. Set it in the draft's recipe and build it again"

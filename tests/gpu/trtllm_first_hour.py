@@ -120,7 +120,7 @@ class Lab:
 
     def __init__(self, session: Any, ask: Callable[..., Any], never: float) -> None:
         self.session, self.ask, self.never = session, ask, never
-        self.prompt = [index * 7 % session.vocab_size for index in range(2 * session.limits.tokens_per_block + 3)]
+        self.prompt = [index * 7 % session.vocab_size for index in range(2 * session.engine.tokens_per_block + 3)]
         (first,) = self.greedy(1)
         (second,) = self.greedy(1, bias=self.bias({first: never}))
         self.pair = (first, second)
@@ -133,14 +133,14 @@ class Lab:
             shift += 1.0 if share > 0.5 else -0.4
 
     def bias(self, values: dict[int, float], otherwise: float = 0.0) -> torch.Tensor:
-        tensor = torch.full((self.session.limits.vocab_size,), otherwise)
+        tensor = torch.full((self.session.engine.padded_vocab_size,), otherwise)
         for token, value in values.items():
             tensor[token] = value
         return tensor
 
     def run(self, asks: Sequence[Any]) -> list[Any]:
         """In batches the engine takes; raises what the executor says against one of them."""
-        size = self.session.limits.max_batch_size
+        size = self.session.engine.max_batch_size
         replies = [reply for at in range(0, len(asks), size) for reply in self.session.run(asks[at : at + size])]
         for reply in replies:
             if isinstance(reply, Exception):
@@ -160,7 +160,7 @@ class Lab:
         return statistics.fmean(reply.tokens[0] == self.pair[0] for reply in self.run(asks))
 
     def log_q(self, *probs: float) -> torch.Tensor:
-        row = torch.full((1, self.session.limits.vocab_size), self.never)
+        row = torch.full((1, self.session.engine.padded_vocab_size), self.never)
         for token, p in zip(self.pair, probs, strict=True):
             row[0, token] = torch.tensor(p).log() if p else self.never
         return row
@@ -211,7 +211,7 @@ def accepted_prefix(lab: Lab) -> tuple[bool, str]:
 
 def end_of_the_context(lab: Lab) -> tuple[bool, str]:
     """A prompt of max_model_len - 1 gets its last token, and one with a draft there, too."""
-    long = [lab.prompt[i % len(lab.prompt)] for i in range(lab.session.limits.max_model_len - 1)]
+    long = [lab.prompt[i % len(lab.prompt)] for i in range(lab.session.engine.max_model_len - 1)]
     plain, drafted = lab.run([lab.ask(long, 1), lab.ask(long, 2, draft=(long[-1],))])
     return len(plain.tokens) == 1 <= len(drafted.tokens), f"{len(plain.tokens)} and {len(drafted.tokens)} tokens"
 
@@ -286,7 +286,7 @@ def bad_words_inside_a_draft(lab: Lab) -> tuple[bool, str]:
 
 def raw_logits(lab: Lab) -> tuple[bool, str]:
     """Generation logits are the model's own, of every emitted token, whatever bias and penalties do."""
-    if not lab.session.limits.gather_generation_logits:
+    if not lab.session.engine.gather_generation_logits:
         return True, "not needed: the engine was built without gather_generation_logits, so logprobs are refused"
     tokens = lab.greedy(3)
     other = next(token for token in range(lab.session.vocab_size) if token not in tokens)
@@ -327,7 +327,7 @@ def statistics_of_iterations(lab: Lab) -> tuple[bool, str]:
 def overheads(lab: Lab, lookahead: int) -> Iterator[str]:
     """Time of a round by length of the prefix: information, not a check."""
     length = 64
-    while length + lookahead + 1 < lab.session.limits.max_model_len:
+    while length + lookahead + 1 < lab.session.engine.max_model_len:
         text = [lab.prompt[i % len(lab.prompt)] for i in range(length)]
         times = []
         for _ in range(8):
@@ -335,7 +335,7 @@ def overheads(lab: Lab, lookahead: int) -> Iterator[str]:
             start = time.perf_counter()
             (reply,) = lab.run([ask])
             times.append(time.perf_counter() - start)
-            text = [*text, *reply.tokens][: lab.session.limits.max_model_len - lookahead - 2]
+            text = [*text, *reply.tokens][: lab.session.engine.max_model_len - lookahead - 2]
         milliseconds = 1e3 * statistics.median(times[1:])
         yield f"info  a round of {lookahead + 1} rows after {length} tokens: {milliseconds:.2f} ms"
         length *= 4
@@ -355,9 +355,10 @@ def run(directory: Path, kv_tokens: int, partial_reuse: bool) -> int:
 
     from saguaro.engines import trtllm
     from saguaro.engines.manifest import Manifest
+    from saguaro.engines.trtllm_config import read_trtllm_config
 
     ours = MPI.COMM_WORLD.Dup()
-    rank, limits = ours.Get_rank(), trtllm.Limits.read(directory)
+    rank, engine = ours.Get_rank(), read_trtllm_config(directory)
     options = trtllm.Options(kv_tokens=kv_tokens, timeout_s=120, start_timeout_s=900)
     if not partial_reuse:
         full = trtllm.trtllm.KvCacheConfig
@@ -367,8 +368,8 @@ def run(directory: Path, kv_tokens: int, partial_reuse: bool) -> int:
         session = trtllm.ExecutorSession(
             directory, vocab_size=Manifest.load(directory).vocab_size, options=options, target=True
         )
-        say(f"info  {limits}")
-        if ours.Get_size() > limits.world_size + 1:
+        say(f"info  {engine}")
+        if ours.Get_size() > engine.tp_size + 1:
             say("pass  A rank without an Executor does no harm: the others have started")
         mode = json.loads((directory / "config.json").read_text())["build_config"]["speculative_decoding_mode"]
         say(f"info  speculative_decoding_mode is written as {mode!r}")
@@ -376,10 +377,10 @@ def run(directory: Path, kv_tokens: int, partial_reuse: bool) -> int:
         for check in checks(lab):
             failed += not check.passed
             say(check)
-        for line in overheads(lab, min(4, limits.max_draft_len)):
+        for line in overheads(lab, min(4, engine.max_draft_len)):
             say(line)
         session.close()
-    elif rank <= limits.world_size:
+    elif rank <= engine.tp_size:
         trtllm.work(directory, options, rank)
     ours.Barrier()
     return failed
