@@ -101,14 +101,19 @@ class TableModel:
 
 
 class EngineModel:
-    """A model as an engine of ours computes it, each context from its first token on."""
+    """A model as an engine of ours computes it, from where a context differs from the one before."""
 
     def __init__(self, engine: Engine, padding: int = 0) -> None:
         self._engine, self._padding = engine, padding
+        self._known: list[int] = []
 
     def rows(self, tokens: list[int], count: int) -> NDArray[np.float64]:
+        same = next((i for i, (a, b) in enumerate(zip(tokens, self._known)) if a != b), len(self._known))
+        start = min(same, len(tokens) - count)
+        self._known = list(tokens)
         table = range(self._engine.num_blocks)
-        logits = self._engine.forward(causal_batch([tokens], [0], [table], [count], self._engine.block_size)).logits
+        batch = causal_batch([tokens[start:]], [start], [table], [count], self._engine.block_size)
+        logits = self._engine.forward(batch).logits
         return np.pad(logits.double().numpy(), ((0, 0), (0, self._padding)), constant_values=1e3)
 
 
