@@ -607,7 +607,11 @@ class Executor:
         whole = found
         if self.config.kv_cache_config.enable_partial_reuse:
             for other, tokens in self._cache:
-                if other == salt and len(tokens) == whole + self._block and list(tokens[:whole]) == prompt[:whole]:
+                if (
+                    other == salt
+                    and whole < len(tokens) <= whole + self._block
+                    and list(tokens[:whole]) == prompt[:whole]
+                ):
                     same = whole
                     while same < min(len(prompt) - 1, len(tokens)) and tokens[same] == prompt[same]:
                         same += 1
@@ -615,8 +619,8 @@ class Executor:
         return found, -(-(len(prompt) - whole) // self._block)
 
     def _store(self, tokens: list[int], salt: Any) -> None:
-        for end in range(self._block, len(tokens) + 1, self._block):
-            self._cache[salt, tuple(tokens[:end])] = end
+        for start in range(0, len(tokens), self._block):  # the last one may be partial
+            self._cache[salt, tuple(tokens[: start + self._block])] = start
         while len(self._cache) > self._blocks:
             self._cache.popitem(last=False)
 
