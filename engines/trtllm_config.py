@@ -59,6 +59,16 @@ class TrtllmEngineConfig:
     paged_kv_cache: bool
     remove_input_padding: bool
 
+    @property
+    def padded_vocab_size(self) -> int:
+        """Width of everything over the vocabulary: the rows, padded to a multiple of the ranks that share them."""
+        return -(-self.vocab_size // self.tp_size) * self.tp_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context. One whose KV is gone is computed in a single step, so it has to fit into one, too."""
+        return min(self.max_seq_len, self.max_num_tokens) - self.max_draft_len
+
     def differences(self, wanted: TrtllmEngineConfig) -> list[str]:
         """Fields that are not as wanted, for people."""
         return [

@@ -27,6 +27,19 @@ def _check(valid: bool, key: str, value: object, limit: str) -> None:
 
 
 @dataclass(frozen=True)
+class ExecutorConfig:
+    """How TensorRT-LLM's Executor is run: of engines `trtllm` alone."""
+
+    memory_fraction: float = 0.9  # of a GPU's free memory, which KV may take at most
+    timeout_s: float = 30.0  # for a round; then the target group is started again
+    reuse: bool = True  # of KV between rounds and requests; off for diagnosis: every round computes its whole context
+
+    def __post_init__(self) -> None:
+        _check(0 < self.memory_fraction <= 1, "memory_fraction", self.memory_fraction, "above 0 and at most 1")
+        _check(self.timeout_s > 0, "timeout_s", self.timeout_s, "above 0 seconds")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One model and what its process group may use."""
 
@@ -39,6 +52,7 @@ class ModelConfig:
     devices: tuple[int, ...] | Literal["auto"] | None = None
     kv_tokens: int = 16384
     block_size: int = 16
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     def __post_init__(self) -> None:
         _check(self.threads >= 1, "threads", self.threads, "at least 1")

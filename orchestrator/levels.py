@@ -32,7 +32,7 @@ class Levels:
     def collect(self) -> Iterable[Metric]:
         info = InfoMetricFamily("saguaro_build", "The release that runs")
         info.add_metric([], {"version": saguaro.__version__})
-        return [info, *self._load(), *self._memory(), *self._drafting()]
+        return [info, *self._load(), *self._memory(), *self._drafting(), *self.verifier.target.metrics()]
 
     def _load(self) -> Iterable[Metric]:
         scheduler = self.scheduler

@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,25 +24,27 @@ from saguaro.engines import load_engine
 from saguaro.engines.base import Engine
 from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
+from saguaro.engines.trtllm_config import read_trtllm_config
 from saguaro.errors import EngineError, LaunchError, LinkError, ProtocolError, SaguaroError
 from saguaro.orchestrator.channels import mpi, unix
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
-from saguaro.orchestrator.drafters.backups import backup_drafter
+from saguaro.orchestrator.drafters.backups import Primary, backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.estimators import Estimators
+from saguaro.orchestrator.fan_out_policy import FanOutPolicy
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.plan import LOG_FORMAT, GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
 from saguaro.orchestrator.protocol import Hello
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
-from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.target import EngineTarget, Target
 
 _log = logging.getLogger(__name__)
 
 
-def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
+def run_target(plan: LaunchPlan, runtime: Path, target: Target) -> None:
     """The leader: rank 0 of the target group."""
     config = plan.config
     manifest = Manifest.load(Path(plan.groups["target"].engine))
@@ -64,7 +67,7 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
 
     Service(
         config,
-        EngineTarget(engine, config.speculation.rule),
+        target,
         BlockPool(draft.num_blocks, draft.block_size),
         manifest.eos_token_ids,
         service_socket(runtime),
@@ -74,27 +77,23 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     ).run()
 
 
-def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
-    """The speculator: rank 0 of the draft group."""
-    config = plan.config
+def run_draft(
+    plan: LaunchPlan, runtime: Path, max_model_len: int, primary: Callable[[FanOutPolicy, Grammars], Primary]
+) -> None:
+    """The speculator: rank 0 of the draft group. `primary` makes its drafter."""
+    config, part = plan.config, plan.groups["draft"]
     speculation = config.speculation
+    manifest = Manifest.load(Path(part.engine))
     hello = Hello(
-        token_map_sha256=Manifest.load(Path(plan.groups["draft"].engine)).token_map_sha256,
-        vocab_size=engine.vocab_size,
-        max_model_len=engine.max_model_len,
-        num_blocks=engine.num_blocks,
-        block_size=engine.block_size,
+        token_map_sha256=manifest.token_map_sha256,
+        vocab_size=manifest.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=part.model.num_blocks,
+        block_size=part.model.block_size,
     )
     estimators = Estimators(speculation.prior)
     policy = speculation.policy(estimators)
-    drafter = ModelDrafter(
-        engine,
-        speculation.rule,
-        policy,
-        width=speculation.width,
-        cache_aware=speculation.cache_aware,
-        grammars=_grammars(Path(plan.groups["draft"].engine)),
-    )
+    drafter = primary(policy, _grammars(Path(part.engine)))
     backup = backup_drafter(
         speculation.backup, drafter, speculation.rule, _ordinary_tokens(plan.groups["draft"].engine)
     )
@@ -110,6 +109,9 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
     part = plan.groups[role]
     os.sched_setaffinity(0, part.members[rank].cores)
     torch.set_num_threads(part.model.threads)
+    if Manifest.load(Path(part.engine)).engine == "trtllm":
+        run_executor(role, plan, runtime, rank)
+        return
     device = _device(part, rank)
     group = TensorParallel(rank, ranks, rendezvous(runtime, role), device) if ranks > 1 else None
     engine = load_engine(
@@ -120,13 +122,12 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         **({"device": device} if device.type == "cuda" else {}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
-    lead = {"target": run_target, "draft": run_draft}[role]
     if group is None:
-        lead(plan, runtime, engine)
+        _lead(role, plan, runtime, engine)
         return
     group.wait_for_all()
     if group.leads:
-        lead(plan, runtime, engine)
+        _lead(role, plan, runtime, engine)
         group.stop()
     else:
         follow(engine, group)
@@ -149,6 +150,57 @@ def _device(part: GroupPlan, rank: int) -> torch.device:
 def _joining(plan: LaunchPlan) -> ModuleType:
     """What joins the two groups: `Listener` and `connect` of it."""
     return {"mpi": mpi, "unix": unix}[plan.channel]
+
+
+def _lead(role: str, plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
+    speculation = plan.config.speculation
+    if role == "target":
+        run_target(plan, runtime, EngineTarget(engine, speculation.rule))
+        return
+
+    def primary(policy: FanOutPolicy, grammars: Grammars) -> ModelDrafter:
+        return ModelDrafter(
+            engine,
+            speculation.rule,
+            policy,
+            width=speculation.width,
+            cache_aware=speculation.cache_aware,
+            grammars=grammars,
+        )
+
+    run_draft(plan, runtime, engine.max_model_len, primary)
+
+
+def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
+    """A rank of a group whose engine is TensorRT-LLM's: rank 0 leads and has no GPU, the others hold a share each."""
+    # These need TensorRT-LLM.
+    from saguaro.engines.trtllm import ExecutorSession, Options, work
+    from saguaro.orchestrator.drafters.stock import ExecutorDrafter
+    from saguaro.orchestrator.executor_target import ExecutorTarget, check_deployment
+
+    model, directory = plan.groups[role].model, Path(plan.groups[role].engine)
+    options = Options(
+        kv_tokens=model.kv_tokens,
+        memory_fraction=model.executor.memory_fraction,
+        reuse=model.executor.reuse,
+        timeout_s=model.executor.timeout_s,
+        start_timeout_s=plan.config.serving.start_timeout_s,
+    )
+    if role == "target":
+        check_deployment(plan.config, read_trtllm_config(directory))
+    if rank > 0:
+        work(directory, options, rank)
+        return
+    vocab_size = Manifest.load(directory).vocab_size
+    session = ExecutorSession(directory, vocab_size=vocab_size, options=options, target=role == "target")
+    try:
+        if role == "target":
+            run_target(plan, runtime, ExecutorTarget(session))
+        else:
+            drafter = ExecutorDrafter(session, model.num_blocks, model.block_size)
+            run_draft(plan, runtime, session.engine.max_model_len, lambda _policy, _grammars: drafter)
+    finally:
+        session.close()
 
 
 def _grammars(engine: Path) -> Grammars:

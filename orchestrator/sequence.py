@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from saguaro.errors import ConfigError
+from saguaro.errors import SaguaroError
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.grammar import GrammarState
 from saguaro.orchestrator.kv_blocks import BlockTable
@@ -45,7 +45,7 @@ class Sequence:
     chunk_end: int | None = None  # where this round's part of a prompt ends; None: the round computes all there is
     outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
     finish_reason: FinishReason | None = None
-    error: ConfigError | None = None  # why it cannot go on, with finish_reason "error"
+    error: SaguaroError | None = None  # why it cannot go on, with finish_reason "error"
     rounds: list[RoundRecord] = field(default_factory=list)
     near_ties: list[int] = field(default_factory=list)  # positions whose greedy choice another batch might not share
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of every emitted token, if asked for

@@ -45,7 +45,7 @@ from saguaro.orchestrator.service_protocol import (
     decode_command,
     encode,
 )
-from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.target import Target
 from saguaro.orchestrator.telemetry import Telemetry
 from saguaro.orchestrator.types import MODES, RequestSampling, SamplingParams, TokenLogprobs
 from saguaro.orchestrator.verifier import Verifier
@@ -81,7 +81,7 @@ class Service:
     def __init__(
         self,
         config: DeploymentConfig,
-        target: EngineTarget,
+        target: Target,
         draft_pool: BlockPool,
         stop_ids: tuple[int, ...],
         socket: Path,
@@ -89,16 +89,16 @@ class Service:
         tokenizer: Tokenizer | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        engine = target.engine
         self._config = config
-        self._vocab_size = engine.vocab_size
+        self._target = target
+        self._vocab_size = target.vocab_size
         self._stop_ids = stop_ids
-        self._target_pool = BlockPool(engine.num_blocks, engine.block_size)
+        self._target_pool = BlockPool(target.num_blocks, target.block_size)
         self._draft_pool = draft_pool
         self._links = links
         serving = config.serving
         # An answer without a limit of its own ends where the model's context or the pool does.
-        context = min(engine.max_model_len, engine.num_blocks * engine.block_size)
+        context = min(target.max_model_len, target.num_blocks * target.block_size)
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
@@ -172,7 +172,7 @@ class Service:
                 request.last = now
             if sequence.error:
                 self._drop(request)
-                self._send(request.client, Failed(request.number, "ConfigError", str(sequence.error)))
+                self._send(request.client, Failed(request.number, type(sequence.error).__name__, str(sequence.error)))
             elif sequence.finish_reason:
                 self._finish(request, tokens, now)
             elif tokens:
@@ -301,6 +301,7 @@ class Service:
         if len(submit.delivered) >= params.max_tokens:
             raise ConfigError(f"{len(submit.delivered)} tokens are delivered and max_tokens is {params.max_tokens}")
         check_vocabulary(params, self._vocab_size)
+        mode = self._target.admit(params, mode)
         sequence = Sequence(
             id=self._next_id,
             request=RequestSampling(

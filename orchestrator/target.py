@@ -1,29 +1,77 @@
-"""The target: what verifies. Here, any engine and our own acceptance rules."""
+"""The target: what verifies. Here any engine with our own acceptance rules; `executor_target` is another one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from typing import Protocol
 
 import torch
+from prometheus_client.core import Metric
 from torch import Tensor
 
 from saguaro.engines.base import Engine, causal_batch
-from saguaro.errors import ConfigError
+from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.logprobs import token_logprobs
 from saguaro.orchestrator.sequence import Sequence
-from saguaro.orchestrator.types import Outcome, Rule, Speculation
+from saguaro.orchestrator.types import Mode, Outcome, Rule, SamplingParams, Speculation
+
+
+class Target(Protocol):
+    """The model that decides. Its KV pool is counted by the leader, wherever it lies."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the tokenizer knows."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """KV slots in a block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks the running sequences may take between them."""
+        ...
+
+    def admit(self, params: SamplingParams, mode: Mode) -> Mode:
+        """The mode a request can run in, at most `mode`. Raises ConfigError naming what cannot be honoured."""
+        ...
+
+    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | SaguaroError | None]:
+        """Each sequence's outcome, or why that sequence cannot go on; None for one that stops at its `chunk_end`."""
+        ...
+
+    def metrics(self) -> Iterable[Metric]:
+        """What only this kind of target knows, read when somebody asks."""
+        ...
 
 
 class EngineTarget:
     """An engine whose logits are turned into outcomes by `sampling.verify`."""
 
     def __init__(self, engine: Engine, rule: Rule) -> None:
-        self.engine = engine
+        self._engine = engine
         self._rule: Rule = rule
-        self._tolerance = engine.logit_tolerance
+        self.vocab_size = engine.vocab_size
+        self.max_model_len = engine.max_model_len
+        self.block_size = engine.block_size
+        self.num_blocks = engine.num_blocks
 
-    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | ConfigError | None]:
+    def admit(self, params: SamplingParams, mode: Mode) -> Mode:
+        return mode
+
+    def metrics(self) -> Iterable[Metric]:
+        return ()
+
+    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | SaguaroError | None]:
         """One forward over all trunks, then each sequence's outcome, or why that sequence cannot go on.
 
         Rows start at the first position without valid KV, so that a prefill is the verification of an empty
@@ -41,10 +89,10 @@ class EngineTarget:
             [sequence.target_length for sequence in sequences],
             [sequence.target_table.blocks for sequence in sequences],
             wanted,
-            self.engine.block_size,
+            self.block_size,
         )
-        logits = self.engine.forward(batch).logits
-        outcomes: dict[int, Outcome | ConfigError | None] = dict.fromkeys(range(len(sequences)))
+        logits = self._engine.forward(batch).logits
+        outcomes: dict[int, Outcome | SaguaroError | None] = dict.fromkeys(range(len(sequences)))
         trials: dict[int, sampling.Trial] = {}
         for index, (sequence, speculation) in enumerate(zip(sequences, speculations, strict=True)):
             if sequence.chunk_end is None:
@@ -70,7 +118,7 @@ class EngineTarget:
         if sequence.request.params.temperature == 0:
             # Rows up to the bonus token decided something; in low precision some of it may have been a near thing.
             decided = logits[: outcome.accepted + 1]
-            close = (decided >= decided.amax(-1, keepdim=True) - self._tolerance).sum(-1) > 1
+            close = (decided >= decided.amax(-1, keepdim=True) - self._engine.logit_tolerance).sum(-1) > 1
             sequence.near_ties.extend(sequence.length + row for row in close.nonzero().flatten().tolist())
 
 

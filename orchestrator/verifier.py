@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from saguaro.errors import ConfigError, ProtocolError
+from saguaro.errors import ProtocolError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.estimators import Costs
 from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.protocol import AnswerRow, DraftRow, GrammarRef, Span
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
-from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.target import Target
 from saguaro.orchestrator.types import Outcome, Speculation
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ class RoundResult:
 class Verifier:
     """Owns the outcome of every round. `link` is None as long as no speculator is connected."""
 
-    def __init__(self, target: EngineTarget, *, max_model_len: int, budget: int, max_batch_tokens: int) -> None:
-        self._target = target
+    def __init__(self, target: Target, *, max_model_len: int, budget: int, max_batch_tokens: int) -> None:
+        self.target = target
         self._max_batch_tokens = max_batch_tokens  # what the draft may have to catch up with in one round
         self._max_model_len = max_model_len
         self._budget = budget  # branches a speculator prepares for one sequence
@@ -51,7 +51,7 @@ class Verifier:
         answers, draft_spans = self._answers(asked)
         speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
         with self._timeline.span("verify"):
-            outcomes = self._target.verify(batch, speculations)
+            outcomes = self.target.verify(batch, speculations)
         tokens = [
             self._commit(sequence, speculation, outcome, asked.get(sequence.id), answers.get(sequence.id))
             for sequence, speculation, outcome in zip(batch, speculations, outcomes, strict=True)
@@ -128,7 +128,7 @@ class Verifier:
         try:
             if asked is None or asked.prefill or len(answer.speculation.tokens) > asked.lookahead:
                 raise ProtocolError(f"sequence {answer.sequence} was not asked about, or not for that many tokens")
-            sampling.check_speculation(answer.speculation, self._target.engine.vocab_size)
+            sampling.check_speculation(answer.speculation, self.target.vocab_size)
         except ProtocolError as error:
             _log.warning("a speculation is not used: %s", error)
             return False
@@ -138,12 +138,12 @@ class Verifier:
         self,
         sequence: Sequence,
         speculation: Speculation,
-        outcome: Outcome | ConfigError | None,
+        outcome: Outcome | SaguaroError | None,
         asked: DraftRow | None,
         answer: AnswerRow | None,
     ) -> list[int]:
         """Make the outcome the truth. The KV of rejected tokens is dropped by counting it as not valid."""
-        if isinstance(outcome, ConfigError):
+        if isinstance(outcome, SaguaroError):
             sequence.finish_reason, sequence.error = "error", outcome
             return []
         before = sequence.length

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from saguaro.engines.base import Engine
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
-from saguaro.orchestrator.drafters.backups import backup_drafter
+from saguaro.orchestrator.drafters.backups import Primary, backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, uniform
@@ -20,7 +20,7 @@ from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.protocol import Hello, Round, decode
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.speculator import Speculator
-from saguaro.orchestrator.target import EngineTarget
+from saguaro.orchestrator.target import EngineTarget, Target
 from saguaro.orchestrator.types import Backup, Mode, RequestSampling, Rule, SamplingParams
 from saguaro.orchestrator.verifier import RoundResult, Verifier
 
@@ -76,7 +76,7 @@ class _SpeculatorEnd:
 class Pair:
     """A target and a draft engine, wired up. `run` decodes requests as one batch."""
 
-    target: Engine
+    target: Engine | Target  # an engine verifies by our own rules
     draft: Engine
     rule: Rule = "coupled"
     lookahead: int = 3
@@ -91,12 +91,13 @@ class Pair:
     tokenizer: Tokenizer | None = None  # for stop strings
     grammars: Grammars | None = None  # of the target
     draft_grammars: Grammars | None = None
+    primary: Primary | None = None  # what drafts in place of the draft engine
     channel: PumpChannel = field(default_factory=PumpChannel)
 
     def __post_init__(self) -> None:
         self.target_pool = BlockPool(self.target.num_blocks, self.target.block_size)
         self.draft_pool = BlockPool(self.draft.num_blocks, self.draft.block_size)
-        drafter = ModelDrafter(
+        drafter: Primary = self.primary or ModelDrafter(
             self.draft,
             self.rule,
             self.policy,
@@ -115,7 +116,7 @@ class Pair:
         )
         self.channel.speculator = self.speculator
         self.verifier = Verifier(
-            EngineTarget(self.target, self.rule),
+            EngineTarget(self.target, self.rule) if hasattr(self.target, "forward") else self.target,
             max_model_len=self.target.max_model_len,
             budget=self.budget,
             max_batch_tokens=self.max_batch_tokens,

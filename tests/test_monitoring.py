@@ -129,4 +129,5 @@ def test_the_documentation_lists_exactly_what_is_exported() -> None:
     kinds |= {"saguaro_part_up": "gauge", "saguaro_restarts_total": "counter"}
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \S", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     assert len(rows) == len(dict(rows))
-    assert dict(rows) == kinds
+    # What only a target on TensorRT-LLM exports is compared where one runs, in test_trtllm.
+    assert {name: kind for name, kind in rows if not name.startswith("saguaro_executor_")} == kinds

@@ -53,7 +53,7 @@ def remove_shared_memory() -> None:
     MPI does it only in MPI_Finalize, so a rank that is killed would leave them behind for ever. Collective: every rank
     must have mapped them before the first one unlinks.
     """
-    MPI.COMM_WORLD.Barrier()
+    MPI.COMM_WORLD.Dup().Barrier()  # the world's own messages are TensorRT-LLM's, where it runs
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/dev/shm/")[2]
         if path.startswith("mpich"):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from saguaro.orchestrator.drafters.base import Drafter
-from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.drafters.ngram import NgramDrafter
 from saguaro.orchestrator.drafters.nothing import NoDrafter
 from saguaro.orchestrator.drafters.random_tokens import RandomDrafter
 from saguaro.orchestrator.drafters.suffix import SuffixDrafter
+from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.types import Backup, Rule
 
 
-def backup_drafter(name: Backup, primary: ModelDrafter, rule: Rule, tokens: Sequence[int]) -> Drafter:
+class Primary(Drafter, Protocol):
+    """A drafter that knows the text of each sequence, which the others read."""
+
+    memory: TokenMemory
+
+
+def backup_drafter(name: Backup, primary: Primary, rule: Rule, tokens: Sequence[int]) -> Drafter:
     """`tokens`: the ordinary ones of the tokenizer, neither special nor padding."""
     match name:
         case "primary":
