@@ -55,11 +55,11 @@ class DraftLink:
             _log.warning("the draft answered round %d late; speculation resumes", self._round)
         return not self.lost and not self._suspect
 
-    def ask(self, rows: Sequence[DraftRow]) -> bool:
-        """Send a round. False when the speculator turns out to be gone."""
+    def ask(self, rows: Sequence[DraftRow], others: bool = False) -> bool:
+        """Send a round, in which `others` are verified too. False when the speculator turns out to be gone."""
         self._round += 1
         try:
-            self._channel.send(encode(Message(self._round, self._deployment, Round(tuple(rows)))))
+            self._channel.send(encode(Message(self._round, self._deployment, Round(tuple(rows), others))))
         except LinkError as error:
             self._lose(error)
         return not self.lost

@@ -16,7 +16,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.types import Outcome, RequestSampling, Speculation
 
-VERSION = 2
+VERSION = 3
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
@@ -70,6 +70,7 @@ class DraftRow:
     grammar: GrammarRef | None = (
         None  # with its text in rows without an outcome: the first, and where anything was lost
     )
+    deferred: bool = False  # it sat out the last round, and does not sit out this one
 
     @property
     def length(self) -> int:
@@ -82,13 +83,14 @@ class Round:
     """Verifier -> speculator: the outcomes of the last round and the sequences that joined."""
 
     rows: tuple[DraftRow, ...]
+    others: bool = False  # sequences are verified in this round for which no speculation is asked
 
 
 @dataclass(frozen=True)
 class AnswerRow:
     sequence: int
     hit: bool
-    speculation: Speculation
+    speculation: Speculation | None  # None: the row sits this round out, and its speculation comes with the next answer
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,12 @@ class Span:
     name: str
     start: int
     end: int
+    sequences: tuple[int, ...] = ()  # whose it was, where that is told apart
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Speculator -> verifier: a speculation for every row that is not a prefill, and what it did since the last one."""
+    """Speculator -> verifier: every row that is not a prefill, and what it did since the last answer."""
 
     rows: tuple[AnswerRow, ...]
     spans: tuple[Span, ...]

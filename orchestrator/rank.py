@@ -99,7 +99,15 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     )
     channel = mpi.connect(runtime, config.serving.start_timeout_s)
     try:
-        Speculator(drafter, channel, policy, hello, backup=backup, estimators=estimators).run()
+        Speculator(
+            drafter,
+            channel,
+            policy,
+            hello,
+            backup=backup,
+            defer=speculation.backup == "defer",
+            estimators=estimators,
+        ).run()
     finally:
         channel.close()
 

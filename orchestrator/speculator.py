@@ -50,7 +50,8 @@ class _Prepared:
 class Speculator:
     """Keeps no sequence state: only the drafter's KV pool and the branches of the last round.
 
-    `backup` drafts after a miss; None: the drafter itself. `estimators` learn from every outcome.
+    `backup` drafts after a miss; None: the drafter itself. With `defer` it does so while the others are verified, and
+    the missing row sits that out. `estimators` learn from every outcome.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Speculator:
         hello: Hello,
         *,
         backup: Drafter | None = None,
+        defer: bool = False,
         estimators: Estimators | None = None,
     ) -> None:
         self._drafter = drafter
         self._backup = backup or drafter
+        self._defer = defer
         self._channel = channel
         self._policy = policy
         self.estimators = estimators or Estimators()
@@ -84,16 +87,17 @@ class Speculator:
             if isinstance(message.body, Bye):
                 return
             if isinstance(message.body, Round):
-                self.round(message.round, message.deployment, message.body.rows)
+                self.round(message.round, message.deployment, message.body)
             else:
                 _log.warning("ignored a %s message", type(message.body).__name__)
 
-    def round(self, number: int, deployment: int, rows: Sequence[DraftRow]) -> None:
+    def round(self, number: int, deployment: int, body: Round) -> None:
         """One round: answer at once, then work ahead while the verifier is busy."""
+        rows = body.rows
         asked = [row for row in rows if not row.prefill]
         answers: list[AnswerRow] = []
         if asked:
-            answers = self._answer(asked)
+            answers = self._answer(asked, others=body.others or len(asked) < len(rows))
             reply = Answer(tuple(answers), self._timeline.drain(), self._branches)
             self._branches = 0
             self._channel.send(encode(Message(number, deployment, reply)))
@@ -101,26 +105,29 @@ class Speculator:
             self._learn(rows)
             self._prepare(rows, {answer.sequence: answer for answer in answers})
 
-    def _answer(self, rows: Sequence[DraftRow]) -> list[AnswerRow]:
-        """Hits from the cache; the backup drafts for the missing rows only."""
-        hits: dict[int, Speculation] = {}
+    def _answer(self, rows: Sequence[DraftRow], others: bool) -> list[AnswerRow]:
+        """What was prepared, from the cache; for the missing rows, and for them only, the backup."""
+        answers: dict[int, AnswerRow] = {}
         for row in rows:
-            if row.outcome and (prepared := self._cache.take(row.sequence, row.outcome)):
-                hits[row.sequence] = prepared
-        missing = [row for row in rows if row.sequence not in hits]
-        drafted: dict[int, Speculation] = {}
-        if missing:
-            with self._timeline.span("backup"):
+            outcome = _happened(row) if row.deferred else row.outcome
+            if outcome and (prepared := self._cache.take(row.sequence, outcome)):
+                answers[row.sequence] = AnswerRow(row.sequence, not row.deferred, prepared.first(row.lookahead))
+        missing = [row for row in rows if row.sequence not in answers]
+        if self._may_sit_out(missing, others or len(answers) > 0):
+            answers |= {row.sequence: AnswerRow(row.sequence, False, None) for row in missing}
+        elif missing:
+            with self._timeline.span("backup", [row.sequence for row in missing]):
                 self._backup.catch_up(missing)
-                trunks = [Trunk.decided(row) for row in missing]
-                actual = [[Outcome(0, row.tokens[-1])] for row in missing]
-                for row, (speculation,) in zip(missing, self._backup.draft(trunks, actual), strict=True):
-                    drafted[row.sequence] = speculation
-        speculations = hits | drafted
-        return [
-            AnswerRow(row.sequence, row.sequence in hits, speculations[row.sequence].first(row.lookahead))
-            for row in rows
-        ]
+                drafted = self._backup.draft(*_decided(missing))
+            for row, (speculation,) in zip(missing, drafted, strict=True):
+                answers[row.sequence] = AnswerRow(row.sequence, False, speculation.first(row.lookahead))
+        return [answers[row.sequence] for row in rows]
+
+    def _may_sit_out(self, missing: Sequence[DraftRow], others: bool) -> bool:
+        """Whether all of them do: there must be a verification to draft behind. When one has to be drafted for now,
+        because it sat out last time or because nothing is ever prepared for it, the round waits anyway.
+        """
+        return self._defer and others and all(row.budget and not row.deferred for row in missing)
 
     def _learn(self, rows: Sequence[DraftRow]) -> None:
         for row in rows:
@@ -129,12 +136,20 @@ class Speculator:
                 prepared.observed(row.outcome, self.estimators)
 
     def _prepare(self, rows: Sequence[DraftRow], answers: dict[int, AnswerRow]) -> None:
-        """Fill the cache with a speculation for each of the likeliest outcomes of the round under way."""
+        """Fill the cache with a speculation for each of the likeliest outcomes of the round under way.
+
+        Rows that sit it out get one for their last outcome, in the same forwards.
+        """
         trunks: list[Trunk] = []
         situations: list[Situation] = []
+        deferred: list[DraftRow] = []
         for row in rows:
             answer = answers.get(row.sequence)
-            trunks.append(Trunk.under_verification(row, answer.speculation if answer else Speculation()))
+            speculation = answer.speculation if answer else Speculation()
+            if speculation is None:
+                deferred.append(row)
+                continue
+            trunks.append(Trunk.under_verification(row, speculation))
             situations.append(Situation(answer is None or answer.hit, row.request.params.temperature))
         fan_outs = [
             self._policy(trunk.row.budget, len(trunk.draft_tokens), situation)
@@ -142,15 +157,27 @@ class Speculator:
         ]
         if self._backup is not self._drafter:
             self._backup.catch_up(rows)  # now, while the verifier is busy, rather than when it waits
-        outcomes = self._drafter.predict(trunks, fan_outs)
-        prepared = self._drafter.draft(trunks, outcomes)
+        outcomes = self._drafter.predict(trunks, fan_outs) if trunks else []
+        self._drafter.catch_up(deferred)
+        late, happened = _decided(deferred)
+        prepared = self._drafter.draft([*trunks, *late], [*outcomes, *happened])
         self._branches += sum(map(len, outcomes))
         self._cache.put_all(
-            (row.sequence, outcome, speculation)
-            for row, guessed, drafted in zip(rows, outcomes, prepared, strict=True)
+            (trunk.row.sequence, outcome, speculation)
+            for trunk, guessed, drafted in zip([*trunks, *late], [*outcomes, *happened], prepared, strict=True)
             for outcome, speculation in zip(guessed, drafted, strict=True)
         )
         self._prepared = {
             trunk.row.sequence: _Prepared(situation, len(trunk.draft_tokens), guessed)
             for trunk, situation, guessed in zip(trunks, situations, outcomes, strict=True)
         }
+
+
+def _happened(row: DraftRow) -> Outcome:
+    """A row's last outcome, of the trunk in which it is decided."""
+    return Outcome(0, row.tokens[-1])
+
+
+def _decided(rows: Sequence[DraftRow]) -> tuple[list[Trunk], list[list[Outcome]]]:
+    """What to draft from for rows whose outcome was not foreseen."""
+    return [Trunk.decided(row) for row in rows], [[_happened(row)] for row in rows]

@@ -95,6 +95,7 @@ class Telemetry:
             for after in (True, False, None)
         }
         self._used = counter("branches_used", "Branches that became a speculation: hits")
+        self._deferred = counter("deferred_rows", "Rounds a sequence sat out while its speculation was drafted")
         positions = range(1, lookahead + 1)
         drafted = counter("draft_tokens", "Draft tokens verified, by place in the speculation", "position")
         accepted = counter("accepted_tokens", "Draft tokens accepted, by place in the speculation", "position")
@@ -169,6 +170,7 @@ class Telemetry:
     def round(self, batch: Rows[Sequence], result: RoundResult) -> None:
         """One round. O(batch), plus the lookahead."""
         self._rounds.inc()
+        self._deferred.inc(result.deferred)
         self._time(result)
         drafted = [0] * (len(self._drafted) + 1)  # speculations by length, and by tokens accepted
         accepted = [0] * (len(self._drafted) + 1)

@@ -43,7 +43,7 @@ class PumpChannel:
         while self._requests and self.speculator:
             message = decode(self._requests.popleft())
             if isinstance(message.body, Round):
-                self.speculator.round(message.round, message.deployment, message.body.rows)
+                self.speculator.round(message.round, message.deployment, message.body)
         if len(self._answers) <= self.delay:
             return None
         return self._answers.popleft()
@@ -111,6 +111,7 @@ class Pair:
             self.policy,
             hello,
             backup=backup_drafter(self.backup, drafter, self.rule, range(self.draft.vocab_size)),
+            defer=self.backup == "defer",
             estimators=self.estimators,
         )
         self.channel.speculator = self.speculator

@@ -99,6 +99,14 @@ def test_counts_of_a_draft_that_is_always_wrong_and_prepares_nothing() -> None:
     assert rig["saguaro_backup_seconds_count"] == 2
 
 
+def test_rounds_that_sequences_sat_out_are_counted_and_nothing_else_of_them() -> None:
+    rig = Rig()
+    sequence = rig.pair.sequence([0], SamplingParams())
+    rig.telemetry.round([sequence], RoundResult([[]], (Span("deferred", 0, 5, (sequence.id,)),), deferred=1))
+    assert rig["saguaro_deferred_rows_total"] == 1
+    assert rig['saguaro_acceptance_length_count{speculation="none"}'] == 0
+
+
 def test_a_batch_of_all_modes_is_told_apart() -> None:
     rig = Rig()
     rig.run((7, "sd"), (3, "ar"), (6, "ssd"))  # the third waits for the second

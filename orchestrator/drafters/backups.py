@@ -16,7 +16,7 @@ from saguaro.orchestrator.types import Backup, Rule
 def backup_drafter(name: Backup, primary: ModelDrafter, rule: Rule, tokens: Sequence[int]) -> Drafter:
     """`tokens`: the ordinary ones of the tokenizer, neither special nor padding."""
     match name:
-        case "primary":
+        case "primary" | "defer":  # they differ in when it drafts
             return primary
         case "ngram":
             return NgramDrafter(primary.memory)
