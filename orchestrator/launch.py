@@ -1,8 +1,8 @@
-"""Starts the two MPI jobs of a deployment, watches them, and leaves nothing behind.
+"""Starts the MPI jobs of a deployment, watches them, and leaves nothing behind.
 
-Each group is an `mpiexec` of its own, so that a dead draft never takes the target down. Ranks notice through their
-standard input when this process is gone. In a group of several ranks, the one that goes first takes the others along;
-each holds a pipe open as long as it lives, so that the first can be named.
+The target and each replica of the draft are an `mpiexec` of their own, so that a dead draft takes nobody along. Ranks
+notice through their standard input when this process is gone. In a group of several ranks, the one that goes first
+takes the others along; each holds a pipe open as long as it lives, so that the first can be named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
-from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
+from saguaro.orchestrator.plan import (
+    GroupPlan,
+    LaunchPlan,
+    draft_roles,
+    rendezvous,
+    service_socket,
+    share_of,
+    sign_of_life,
+)
 from saguaro.orchestrator.restarts import Restarts
 
 _log = logging.getLogger(__name__)
@@ -216,6 +224,11 @@ class Launcher:
         await self._stack.aclose()
 
     @property
+    def drafts(self) -> list[str]:
+        """The roles of the draft's replicas, in order."""
+        return [role for role in self._plans if role != "target"]
+
+    @property
     def restarts(self) -> dict[str, int]:
         """How often each group was started again, by role."""
         return {role: restarts.total for role, restarts in self._restarts.items()}
@@ -302,10 +315,10 @@ class Launcher:
                     health = (await client.status(left)).health
                     if waiting_for == "target":
                         self._on_ready("target")
-                        waiting_for = "draft"
+                        waiting_for = next(iter(self.drafts), "target")
                     if health == "ok":
-                        if "draft" in self._groups:
-                            self._on_ready("draft")
+                        for role in self.drafts:
+                            self._on_ready(role)
                         return
                     check()
                     await asyncio.sleep(0.05)
@@ -321,16 +334,19 @@ class Launcher:
 def _plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> dict[str, GroupPlan]:
     """Ranks and cores of each group: the cores named, else the first free ones. Raises LaunchError."""
     cores = sorted(os.sched_getaffinity(0))
+    for section, model in (("target", config.target), ("draft", config.draft)):
+        if model and not set(model.cores or ()) <= set(cores):
+            raise LaunchError(f"{section}.cores is {list(model.cores or ())}, but this process may only use {cores}")
     groups = {"target": _plan(config.target, target, cores)}
     if config.draft and draft:
         free = [core for core in cores if core not in groups["target"].cores] or cores
-        groups["draft"] = _plan(config.draft, draft, free)
-    for role, group in groups.items():
-        if not set(group.cores) <= set(cores):
-            raise LaunchError(f"{role}.cores is {list(group.cores)}, but this process may only use {cores}")
+        whole = _plan(config.draft, draft, free, config.draft.replicas)
+        for replica, role in enumerate(draft_roles(config.draft.replicas)):
+            groups[role] = replace(whole, cores=share_of(whole.cores, replica, config.draft.replicas))
     return groups
 
 
-def _plan(model: ModelConfig, engine: Path, free: list[int]) -> GroupPlan:
+def _plan(model: ModelConfig, engine: Path, free: list[int], replicas: int = 1) -> GroupPlan:
     ranks = Manifest.load(engine).tp
-    return GroupPlan(model, str(engine.resolve()), ranks, model.cores or tuple(free[: model.threads * ranks]))
+    cores = model.cores or tuple(free[: model.threads * ranks * replicas])
+    return GroupPlan(model, str(engine.resolve()), ranks, cores)

@@ -22,10 +22,13 @@ class GroupPlan:
     cores: tuple[int, ...]  # of all its ranks
 
     def cores_of(self, rank: int) -> tuple[int, ...]:
-        """A rank's own part of the cores; all of them where there are too few for each rank to have one."""
-        if len(self.cores) < self.ranks:
-            return self.cores
-        return self.cores[rank * len(self.cores) // self.ranks : (rank + 1) * len(self.cores) // self.ranks]
+        """A rank's own part of the cores."""
+        return share_of(self.cores, rank, self.ranks)
+
+
+def share_of(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
+    """One of `count` parts of the cores; all of them where there are too few for each to have one."""
+    return cores[index * len(cores) // count : (index + 1) * len(cores) // count] if len(cores) >= count else cores
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,22 @@ class LaunchPlan:
     deployment: int  # identifies this start: messages of another one are foreign
     launcher: int  # process id of whoever started it, and owns the runtime directory
 
+    @property
+    def drafts(self) -> list[str]:
+        """The roles of the draft's replicas, in order."""
+        return [role for role in self.groups if role != "target"]
+
     def write(self, runtime: Path) -> None:
         (runtime / "plan.json").write_bytes(msgspec.json.encode(self))
 
     @staticmethod
     def read(runtime: Path) -> LaunchPlan:
         return msgspec.json.decode((runtime / "plan.json").read_bytes(), type=LaunchPlan)
+
+
+def draft_roles(replicas: int) -> list[str]:
+    """What the draft's groups are called."""
+    return ["draft"] if replicas == 1 else [f"draft-{replica}" for replica in range(replicas)]
 
 
 def rendezvous(runtime: Path, role: str) -> Path:

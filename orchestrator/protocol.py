@@ -27,6 +27,7 @@ class Kind(IntEnum):
     ROUND = 2
     ANSWER = 3
     BYE = 4
+    VERIFIED = 5
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Round:
 
     rows: tuple[DraftRow, ...]
     others: bool = False  # sequences are verified in this round for which no speculation is asked
+    present: tuple[int, ...] = (0,)  # replicas of the draft that are asked
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Span:
     start: int
     end: int
     sequences: tuple[int, ...] = ()  # whose it was, where that is told apart
+    replica: int = 0  # of the draft, if it did it
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,28 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """Verifier -> each of several replicas: what all of them together have answered, and is now verified or sits out.
+
+    Only then do they work ahead, each on its share of the outcomes.
+    """
+
+    rows: tuple[AnswerRow, ...]
+
+
+@dataclass(frozen=True)
 class Bye:
     """Either side is leaving in good order."""
 
 
-Body = Hello | Round | Answer | Bye
-_BODIES: dict[Kind, type[Any]] = {Kind.HELLO: Hello, Kind.ROUND: Round, Kind.ANSWER: Answer, Kind.BYE: Bye}
+Body = Hello | Round | Answer | Bye | Verified
+_BODIES: dict[Kind, type[Any]] = {
+    Kind.HELLO: Hello,
+    Kind.ROUND: Round,
+    Kind.ANSWER: Answer,
+    Kind.BYE: Bye,
+    Kind.VERIFIED: Verified,
+}
 _KINDS = {body: kind for kind, body in _BODIES.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in _BODIES.items()}
 

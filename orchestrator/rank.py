@@ -44,22 +44,23 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     """The leader: rank 0 of the target group."""
     config = plan.config
     manifest = Manifest.load(Path(plan.groups["target"].engine))
-    listener = mpi.Listener(runtime) if config.draft else None
+    listeners = [mpi.Listener(runtime, role) for role in plan.drafts]
     draft = config.draft or config.target
 
-    def links() -> DraftLink | None:
+    def links() -> tuple[int, DraftLink] | None:
         """A speculator that has just connected and fits. One that does not is a warning, not the end of serving."""
-        channel = listener.poll() if listener else None
-        if channel is None:
-            return None
-        try:
-            link = DraftLink(channel, deployment=plan.deployment, timeout=config.speculation.deadline_ms / 1e3)
-            _check_hello(link.hello, manifest, draft)
-        except (LinkError, ProtocolError, LaunchError) as error:
-            _log.warning("refused a draft: %s", error)
-            channel.close()
-            return None
-        return link
+        for replica, listener in enumerate(listeners):
+            channel = listener.poll()
+            if channel is None:
+                continue
+            try:
+                link = DraftLink(channel, deployment=plan.deployment, timeout=config.speculation.deadline_ms / 1e3)
+                _check_hello(link.hello, manifest, draft)
+                return replica, link
+            except (LinkError, ProtocolError, LaunchError) as error:
+                _log.warning("refused a draft: %s", error)
+                channel.close()
+        return None
 
     Service(
         config,
@@ -73,12 +74,13 @@ def run_target(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     ).run()
 
 
-def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
-    """The speculator: rank 0 of the draft group."""
+def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine, role: str) -> None:
+    """A speculator: rank 0 of a draft group."""
     config = plan.config
+    part = plan.groups[role]
     speculation = config.speculation
     hello = Hello(
-        token_map_sha256=Manifest.load(Path(plan.groups["draft"].engine)).token_map_sha256,
+        token_map_sha256=Manifest.load(Path(part.engine)).token_map_sha256,
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         num_blocks=engine.num_blocks,
@@ -92,12 +94,10 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
         policy,
         width=speculation.width,
         cache_aware=speculation.cache_aware,
-        grammars=_grammars(Path(plan.groups["draft"].engine)),
+        grammars=_grammars(Path(part.engine)),
     )
-    backup = backup_drafter(
-        speculation.backup, drafter, speculation.rule, _ordinary_tokens(plan.groups["draft"].engine)
-    )
-    channel = mpi.connect(runtime, config.serving.start_timeout_s)
+    backup = backup_drafter(speculation.backup, drafter, speculation.rule, _ordinary_tokens(part.engine))
+    channel = mpi.connect(runtime, config.serving.start_timeout_s, role)
     try:
         Speculator(
             drafter,
@@ -107,6 +107,8 @@ def run_draft(plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
             backup=backup,
             defer=speculation.backup == "defer",
             estimators=estimators,
+            replica=plan.drafts.index(role),
+            replicas=len(plan.drafts),
         ).run()
     finally:
         channel.close()
@@ -125,16 +127,17 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         group=group,
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
-    lead = {"target": run_target, "draft": run_draft}[role]
-    if group is None:
-        lead(plan, runtime, engine)
-        return
-    group.wait_for_all()
-    if group.leads:
-        lead(plan, runtime, engine)
-        group.stop()
-    else:
+    if group:
+        group.wait_for_all()
+    if group and not group.leads:
         follow(engine, group)
+        return
+    if role == "target":
+        run_target(plan, runtime, engine)
+    else:
+        run_draft(plan, runtime, engine, role)
+    if group:
+        group.stop()
 
 
 def _grammars(engine: Path) -> Grammars:

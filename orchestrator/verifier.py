@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.draft_links import DraftLinks
 from saguaro.orchestrator.estimators import Costs
 from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.protocol import AnswerRow, DraftRow, GrammarRef, Span
@@ -31,16 +33,18 @@ class RoundResult:
 
 
 class Verifier:
-    """Owns the outcome of every round. `link` is None as long as no speculator is connected."""
+    """Owns the outcome of every round. `link` leads to the speculators that are connected, of `replicas`."""
 
-    def __init__(self, target: EngineTarget, *, max_model_len: int, budget: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, target: EngineTarget, *, max_model_len: int, budget: int, max_batch_tokens: int, replicas: int = 1
+    ) -> None:
         self._target = target
         self._max_batch_tokens = max_batch_tokens  # what the draft may have to catch up with in one round
         self._max_model_len = max_model_len
         self._budget = budget  # branches a speculator prepares for one sequence
         self._timeline = Timeline()
         self.costs = Costs()  # of rounds without a prompt
-        self.link: DraftLink | None = None
+        self.link = DraftLinks(replicas)
 
     def step(self, batch: Rows[Sequence]) -> RoundResult:
         """Send the last outcomes, take the speculations, verify them in one forward, commit.
@@ -69,21 +73,28 @@ class Verifier:
             self.costs.observe(spans)
         return RoundResult([tokens.get(sequence.id, []) for sequence in batch], spans, len(deferred))
 
-    def attach(self, link: DraftLink, running: Rows[Sequence]) -> None:
+    def attach(self, link: DraftLink, running: Iterable[Sequence], replica: int = 0) -> None:
         """Work with a newly connected speculator, whose KV pool is empty."""
-        self.link = link
-        for sequence in running:
+        self.link.put(replica, link)
+        self.regroup(running)
+
+    def regroup(self, running: Iterable[Sequence]) -> bool:
+        """Let speculators take part that can. True: nothing in the draft's pool counts any more."""
+        changed = self.link.regroup()
+        for sequence in running if changed else ():
             sequence.draft_table.truncate(0)
             sequence.draft_length = 0
             sequence.outcome = None
+        return changed
 
     def _ask(self, batch: Rows[Sequence]) -> dict[int, DraftRow]:
-        if self.link is None or not self.link.ready:
+        hello = self.link.hello
+        if hello is None:
             return {}
         rows: dict[int, DraftRow] = {}
         left = self._max_batch_tokens
         for sequence in batch:
-            if row := self._draft_row(sequence, self.link.hello.max_model_len, left):
+            if row := self._draft_row(sequence, hello.max_model_len, left):
                 rows[sequence.id] = row
                 left -= len(row.tokens)
         return rows if rows and self.link.ask(list(rows.values()), len(rows) < len(batch)) else {}
@@ -126,15 +137,14 @@ class Verifier:
         )
 
     def _answers(self, asked: dict[int, DraftRow], batch: int) -> tuple[dict[int, AnswerRow], tuple[Span, ...]]:
-        if self.link is None or all(row.prefill for row in asked.values()):
+        if all(row.prefill for row in asked.values()):
             return {}, ()
         with self._timeline.span("wait"):
-            answers, spans = self.link.answer()
-        usable = {row.sequence: row for row in answers if self._usable(row, asked.get(row.sequence))}
-        if sum(row.speculation is None for row in usable.values()) == batch:
+            answer = self.link.answer(lambda row: self._usable(row, asked.get(row.sequence)))
+        if sum(row.speculation is None for row in answer.rows) == batch:
             _log.warning("a speculator would have every row of a round sit it out: they are verified as they are")
-            return {}, spans
-        return usable, spans
+            return {}, answer.spans
+        return {row.sequence: row for row in answer.rows}, answer.spans
 
     def _usable(self, answer: AnswerRow, asked: DraftRow | None) -> bool:
         """An answer to what was not asked, or one that cannot be, is no reason to fail a request: it is not used."""

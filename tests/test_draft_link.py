@@ -10,7 +10,7 @@ import pytest
 from harness import Pair
 from saguaro.errors import LinkError, ProtocolError
 from saguaro.orchestrator.channels.inproc import inproc_pair
-from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.draft_link import NO_ANSWER, DraftLink
 from saguaro.orchestrator.protocol import Answer, AnswerRow, Bye, Hello, Message, decode, encode
 from saguaro.orchestrator.types import SamplingParams, Speculation
 from test_round import pair
@@ -109,7 +109,7 @@ def test_a_speculator_introduces_itself_or_is_refused() -> None:
     assert link.ready
     far.close()
     link.ask([])
-    assert link.answer() == ((), ())  # gone: said, not raised
+    assert link.answer() == NO_ANSWER  # gone: said, not raised
     assert link.lost
     assert not link.ready
     link.close()

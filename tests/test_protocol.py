@@ -17,6 +17,7 @@ from saguaro.orchestrator.protocol import (
     Message,
     Round,
     Span,
+    Verified,
     decode,
     encode,
 )
@@ -37,6 +38,7 @@ speculations = st.lists(st.tuples(st.integers(0, 200_000), probs), max_size=4).f
         ]
     )
 )
+answers = st.builds(AnswerRow, st.integers(0, 99), st.booleans(), st.none() | speculations)
 rows = st.builds(
     DraftRow,
     sequence=st.integers(0, 2**31),
@@ -52,7 +54,7 @@ rows = st.builds(
 )
 bodies = st.one_of(
     st.builds(Hello, st.text(max_size=64), *[st.integers(0, 2**31)] * 4),
-    st.builds(Round, st.lists(rows, max_size=3).map(tuple), st.booleans()),
+    st.builds(Round, st.lists(rows, max_size=3).map(tuple), st.booleans(), st.lists(st.integers(0, 9)).map(tuple)),
     st.builds(
         Answer,
         st.lists(st.builds(AnswerRow, st.integers(0, 99), st.booleans(), st.none() | speculations), max_size=3).map(
@@ -64,6 +66,7 @@ bodies = st.one_of(
         st.integers(0, 99),
     ),
     st.just(Bye()),
+    st.builds(Verified, st.lists(answers, max_size=3).map(tuple)),
 )
 
 
@@ -79,9 +82,12 @@ def test_golden_bytes() -> None:
     answer = Answer((AnswerRow(4, True, Speculation((1, 2))),), (), 5)
     sits_out = Answer((AnswerRow(4, False, None),), (Span("prepare", 6, 7, (4,)),), 0)
     assert encode(Message(1, 2, sits_out))[28:].hex() == (
-        "83a4726f77739183a873657175656e636504a3686974c2ab73706563756c6174696f6ec0a57370616e739184a46e616d65"
-        "a770726570617265a5737461727406a3656e6407a973657175656e6365739104a86272616e6368657300"
+        "83a4726f77739183a873657175656e636504a3686974c2ab73706563756c6174696f6ec0a57370616e739185a46e616d65"
+        "a770726570617265a5737461727406a3656e6407a973657175656e6365739104a77265706c69636100a86272616e6368657300"
     )
+    verified = encode(Message(1, 2, Verified((AnswerRow(4, False, None),))))
+    assert verified[:8].hex() == "5347524f03000500"
+    assert verified[28:].hex() == "81a4726f77739183a873657175656e636504a3686974c2ab73706563756c6174696f6ec0"
     assert encode(Message(1, 2, answer)).hex() == (
         "5347524f03000300010000000000000002000000000000004c000000"
         "83a4726f77739183a873657175656e636504a3686974c3ab73706563756c6174696f6e82a6746f6b656e73920102ab"
