@@ -70,6 +70,11 @@ class DraftLink:
             _log.warning("the draft answered round %d late; speculation resumes", self._round)
         return not self.lost and not self._suspect
 
+    def look(self) -> None:
+        """Between rounds, notice that the speculator is gone: when nothing is asked nothing else would say so."""
+        if not self.lost and not self._suspect and self._receive(0) is not None:
+            self.counts.stale_answers += 1  # the same once more: nobody waits for one now
+
     def ask(self, rows: Sequence[DraftRow], others: bool = False, present: tuple[int, ...] = (0,)) -> bool:
         """Send a round, in which `others` are verified too and the replicas `present` are asked.
 

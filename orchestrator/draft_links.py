@@ -36,7 +36,12 @@ class DraftLinks:
         self._together.discard(replica)
 
     def regroup(self) -> bool:
-        """Let replicas take part that are there again. True: what the draft holds of any sequence counts no more."""
+        """Between rounds: let replicas take part that are there again, and notice those that are gone.
+
+        True: what the draft holds of any sequence counts no more.
+        """
+        for link in filter(None, self._links):
+            link.look()
         ready = {replica for replica, link in enumerate(self._links) if link and link.ready}
         if ready <= self._together:
             return False
