@@ -151,6 +151,7 @@ def as_json(pair: Pair, setting: Setting, found: dict[str, list[Prediction]]) ->
         "pair": asdict(pair),
         "setting": asdict(setting),
         "prediction": asdict(predict(pair, setting)),
+        "backups": {prediction.backup: asdict(prediction) for prediction in each_backup(pair, setting)},
         "sweeps": {name: [asdict(prediction) for prediction in predictions] for name, predictions in found.items()},
     }
 

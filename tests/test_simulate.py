@@ -81,6 +81,7 @@ def test_json_table_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     answer = json.loads(capsys.readouterr().out)
     assert answer["pair"]["acceptance"] == 0.9
     assert set(answer["sweeps"]) == {"lookahead", "budget", "batch", "devices"}
+    assert answer["prediction"] in answer["backups"].values()
     assert answer["prediction"] in answer["sweeps"]["lookahead"]  # 9 is none of the usual values
     assert "<svg" in figure.read_text()
     assert cli.main(["simulate"]) == 0
