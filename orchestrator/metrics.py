@@ -113,8 +113,8 @@ _SEQUENCES = 3
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     """Spans as a Chrome trace (load it in chrome://tracing or Perfetto).
 
-    A line for each role, and one for each sequence with the verifications it took part in and those it sat out.
-    Requests of one batch share spans: each is drawn once.
+    A line for the verifier and each speculator, and one for each sequence with the verifications it took part in and
+    those it sat out. Requests of one batch share spans: each is drawn once.
     """
     events = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": pid, "args": {"name": name}}
@@ -123,6 +123,6 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     for span in sorted(set(spans), key=lambda span: span.start):
         times = {"ph": "X", "name": span.name, "ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         if role := _ROLES.get(span.name):
-            events.append({**times, "pid": role, "tid": role, "args": {"sequences": span.sequences}})
+            events.append({**times, "pid": role, "tid": role + span.replica, "args": {"sequences": span.sequences}})
         events.extend({**times, "pid": _SEQUENCES, "tid": sequence} for sequence in span.sequences)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

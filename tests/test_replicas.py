@@ -16,6 +16,7 @@ from saguaro.errors import ConfigError, LaunchError
 from saguaro.orchestrator import launch
 from saguaro.orchestrator.config import DraftConfig, ModelConfig, find_deployment, read_deployment
 from saguaro.orchestrator.fan_out_policy import Lists, Situation
+from saguaro.orchestrator.metrics import chrome_trace
 from saguaro.orchestrator.plan import GroupPlan
 from saguaro.orchestrator.shards import home, owners
 from saguaro.orchestrator.types import Backup, Outcome, Rule, SamplingParams, Speculation
@@ -103,8 +104,9 @@ def test_losing_one_lowers_the_hit_rate_until_it_returns(backup: Backup) -> None
         both.step(batch)
     both.links[1].lost = True
     before = len(batch[0].rounds)
-    for _ in range(8):
-        both.step(batch)
+    spans = [span for _ in range(8) for span in both.step(batch).spans]
+    prepared = [e["tid"] for e in chrome_trace(spans)["traceEvents"] if e["name"] == "prepare"]
+    assert set(prepared) == {2, 4}  # a line for each that is there
     away = caches(both)
     assert both.verifier.link.connected == [True, False, True]
     assert away[0]

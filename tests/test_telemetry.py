@@ -257,3 +257,12 @@ def test_a_draft_that_never_helps_sets_the_alarm_and_one_that_does_not_speculate
     plain.run((60, "ar"), (60, "ar"))
     assert rig["saguaro_acceptance_collapsed"] == 1
     assert plain["saguaro_acceptance_collapsed"] == 0
+
+
+def test_of_several_speculators_the_busiest_says_what_is_idle() -> None:
+    rig = Rig()
+    rig.telemetry.round([], RoundResult([], (Span("verify", 0, 10**8),)))
+    worked = (Span("prepare", 0, 6 * 10**7, replica=0), Span("prepare", 0, 8 * 10**7, replica=1))
+    rig.telemetry.round([], RoundResult([], worked))
+    assert rig["saguaro_speculator_idle_seconds_total"] == pytest.approx(0.02)
+    assert rig["saguaro_prepare_seconds_count"] == 2
