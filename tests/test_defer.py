@@ -40,7 +40,7 @@ def answers_of(both: Pair) -> list[Answer]:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "ratio"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(params, prompts, st.sampled_from(["sd", "ssd", "ssd"])), min_size=1, max_size=5),
     st.integers(1, 4),
