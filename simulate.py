@@ -71,7 +71,7 @@ class Setting:
 class Prediction:
     setting: Setting
     fan_out: tuple[int, ...]
-    backup: Literal["primary", "fast"]  # the better one of the two
+    backup: Literal["primary", "defer", "fast"]  # the best of them
     p_hit: float
     e_hit: float
     e_miss: float
@@ -83,7 +83,12 @@ class Prediction:
 
 
 def predict(pair: Pair, setting: Setting) -> Prediction:
-    """Theorems 7, 12 and 17 and Corollary 16 for one setting, with the better backup."""
+    """Theorems 7, 12 and 17 and Corollary 16 for one setting, with the best backup."""
+    return max(each_backup(pair, setting), key=lambda prediction: prediction.ssd)
+
+
+def each_backup(pair: Pair, setting: Setting) -> list[Prediction]:
+    """With each of the backups; `defer` is `primary` where nobody else is in the batch, or nothing is prepared."""
     lookahead, batch, total = setting.lookahead, setting.batch, setting.budget * setting.devices
     curve = MissCurve(pair.miss_scale, pair.miss_exponent)
     e_hit = analysis.tokens_per_round(pair.acceptance, lookahead)
@@ -98,8 +103,9 @@ def predict(pair: Pair, setting: Setting) -> Prediction:
 
     after_hit = hit_rate(pair.acceptance)
     found: list[Prediction] = []
-    backups: tuple[tuple[Literal["primary", "fast"], float], ...] = (
+    backups: tuple[tuple[Literal["primary", "defer", "fast"], float], ...] = (
         ("primary", pair.acceptance),
+        ("defer", pair.acceptance),
         ("fast", pair.fast_acceptance),
     )
     slow = lookahead * pair.step(batch * (1 - after_hit))
@@ -107,7 +113,13 @@ def predict(pair: Pair, setting: Setting) -> Prediction:
     for backup, acceptance in backups:
         p_hit = analysis.overall_hit_rate(after_hit, hit_rate(acceptance))
         e_miss = analysis.tokens_per_round(acceptance, lookahead)
-        t_b = lookahead * pair.step(batch * (1 - p_hit)) if backup == "primary" else 0.0
+        # Rows that sit out are few beside the branches they are drafted with; those that do not are all of the batch.
+        missing = {"primary": batch * (1 - p_hit), "defer": batch, "fast": 0.0}[backup]
+        t_b = lookahead * pair.step(missing) if missing else 0.0
+        if backup == "defer":
+            ssd = analysis.defer_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch)
+        else:
+            ssd = analysis.ssd_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch, interrupt=False)
         found.append(
             Prediction(
                 setting=setting,
@@ -120,10 +132,10 @@ def predict(pair: Pair, setting: Setting) -> Prediction:
                 t_b=t_b,
                 critical_batch=None if math.isinf(limit) else limit,
                 sd=e_hit / (1 + lookahead * pair.step(batch)),
-                ssd=analysis.ssd_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch, interrupt=False),
+                ssd=ssd,
             )
         )
-    return max(found, key=lambda prediction: prediction.ssd)
+    return found if batch > 1 and total else [prediction for prediction in found if prediction.backup != "defer"]
 
 
 def sweeps(pair: Pair, setting: Setting) -> dict[str, list[Prediction]]:
@@ -139,6 +151,7 @@ def as_json(pair: Pair, setting: Setting, found: dict[str, list[Prediction]]) ->
         "pair": asdict(pair),
         "setting": asdict(setting),
         "prediction": asdict(predict(pair, setting)),
+        "backups": {prediction.backup: asdict(prediction) for prediction in each_backup(pair, setting)},
         "sweeps": {name: [asdict(prediction) for prediction in predictions] for name, predictions in found.items()},
     }
 

@@ -53,6 +53,26 @@ def ssd_speed_up(
     return (p_hit * e_hit + (1 - p_hit) * e_miss) / (all_hit * busy + (1 - all_hit) * after_miss)
 
 
+def defer_speed_up(p_hit: float, e_hit: float, e_miss: float, t_p: float, t_b: float, batch: int) -> float:
+    """SSD over plain decoding when a row that missed sits a round out instead of keeping the batch waiting.
+
+    Ours, for hits that are independent of each other. How many rows sit out is a Markov chain: of those that did not
+    the last time, as many as miss; if that is the whole batch, nobody does, and all wait for the backup (`t_b`). With a
+    batch of 1 it is `ssd_speed_up` without interruption.
+    """
+    chain = np.zeros((batch + 1, batch + 1))  # from and to the number that sits out
+    misses = np.ones(1)
+    for looked_up in range(batch + 1):
+        chain[batch - looked_up, : looked_up + 1] = misses
+        misses = np.convolve(misses, (p_hit, 1 - p_hit))
+    all_miss = float(chain[0, batch])
+    chain[0, 0], chain[0, batch] = chain[0, 0] + all_miss, 0.0
+    # Where it is in the long run from a batch in which nobody sits out; half of the steps stay, so that it settles.
+    shares = np.linalg.matrix_power((chain + np.eye(batch + 1)) / 2, 2**12)[0]
+    verified = 1 - float(shares @ np.arange(batch + 1)) / batch
+    return verified * (p_hit * e_hit + (1 - p_hit) * e_miss) / (max(1.0, t_p) + float(shares[0]) * all_miss * t_b)
+
+
 def ssd_over_same_draft(p_hit: float, t_sd: float) -> float:
     """SSD whose primary and backup are SD's own draft, over SD: at least 1 (Corollary 8).
 

@@ -18,6 +18,7 @@ from saguaro.plugins.fan_out import FanOut
 
 MAX_LOOKAHEAD = 32
 MAX_BUDGET = 512
+MAX_REPLICAS = 64
 
 
 def _check(valid: bool, key: str, value: object, limit: str) -> None:
@@ -67,6 +68,17 @@ class ModelConfig:
     def num_blocks(self) -> int:
         """Blocks of the KV pool."""
         return self.kv_tokens // self.block_size
+
+
+@dataclass(frozen=True)
+class DraftConfig(ModelConfig):
+    """The draft. `replicas` of it, each on a device of its own, share the branches; `cores` are shared out over all."""
+
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(1 <= self.replicas <= MAX_REPLICAS, "replicas", self.replicas, f"between 1 and {MAX_REPLICAS}")
 
 
 @dataclass(frozen=True)
@@ -199,13 +211,18 @@ class ServingConfig:
 class DeploymentConfig:
     name: str
     target: ModelConfig
-    draft: ModelConfig | None = None
+    draft: DraftConfig | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
 
     def __post_init__(self) -> None:
         mode = self.speculation.mode
         _check(mode == "ar" or self.draft is not None, "speculation.mode", mode, "`ar` without a `draft:` section")
+
+    @property
+    def replicas(self) -> int:
+        """Of the draft, as many as are to run."""
+        return self.draft.replicas if self.draft and self.speculation.mode != "ar" else 0
 
 
 def shipped_deployments() -> list[str]:

@@ -9,13 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from saguaro.errors import LinkError, ProtocolError
 from saguaro.orchestrator.channels import Channel
-from saguaro.orchestrator.protocol import Answer, AnswerRow, Bye, DraftRow, Hello, Message, Round, Span, decode, encode
+from saguaro.orchestrator.protocol import (
+    Answer,
+    AnswerRow,
+    Bye,
+    DraftRow,
+    Hello,
+    Message,
+    Round,
+    Verified,
+    decode,
+    encode,
+)
 
 _log = logging.getLogger(__name__)
+NO_ANSWER = Answer((), (), 0)
 
 
 @dataclass
@@ -26,6 +38,9 @@ class LinkCounts:
     draft_timeouts: int = 0  # rounds whose answer did not come in time
     branches_prepared: int = 0
 
+    def plus(self, other: LinkCounts) -> LinkCounts:
+        return LinkCounts(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
+
 
 class DraftLink:
     """Raises LinkError or ProtocolError from the constructor when the speculator does not introduce itself in time."""
@@ -33,7 +48,7 @@ class DraftLink:
     def __init__(self, channel: Channel, *, deployment: int, timeout: float, hello_timeout: float = 10.0) -> None:
         self._channel = channel
         self._deployment = deployment
-        self._timeout = timeout  # seconds a round waits for its answer
+        self.timeout = timeout  # seconds a round waits for its answer
         self._round = 0
         self._suspect = False
         self.lost = False
@@ -55,18 +70,29 @@ class DraftLink:
             _log.warning("the draft answered round %d late; speculation resumes", self._round)
         return not self.lost and not self._suspect
 
-    def ask(self, rows: Sequence[DraftRow]) -> bool:
-        """Send a round. False when the speculator turns out to be gone."""
-        self._round += 1
-        try:
-            self._channel.send(encode(Message(self._round, self._deployment, Round(tuple(rows)))))
-        except LinkError as error:
-            self._lose(error)
-        return not self.lost
+    def look(self) -> None:
+        """Between rounds, notice that the speculator is gone: when nothing is asked nothing else would say so."""
+        if not self.lost and not self._suspect and self._receive(0) is not None:
+            self.counts.stale_answers += 1  # the same once more: nobody waits for one now
 
-    def answer(self) -> tuple[tuple[AnswerRow, ...], tuple[Span, ...]]:
-        """The answers to the round just asked; nothing when they do not come in time."""
-        answer = self._receive(self._timeout)
+    def ask(self, rows: Sequence[DraftRow], others: bool = False, present: tuple[int, ...] = (0,)) -> bool:
+        """Send a round, in which `others` are verified too and the replicas `present` are asked.
+
+        False when the speculator turns out to be gone.
+        """
+        self._round += 1
+        return self._send(Round(tuple(rows), others, present))
+
+    def tell(self, rows: tuple[AnswerRow, ...]) -> None:
+        """What is verified in the round just asked, to one of several replicas."""
+        self._send(Verified(rows))
+
+    def answer(self, deadline: float | None = None) -> Answer:
+        """The answer to the round just asked; an empty one when it does not come in time.
+
+        `deadline` is on the monotonic clock; None: `timeout` from now.
+        """
+        answer = self._receive(self.timeout if deadline is None else max(0.0, deadline - time.monotonic()))
         if answer is None:
             if not self.lost:
                 self._suspect = True
@@ -74,11 +100,11 @@ class DraftLink:
                 _log.warning(
                     "the draft did not answer round %d within %.1f s; decoding goes on without speculation",
                     self._round,
-                    self._timeout,
+                    self.timeout,
                 )
-            return (), ()
+            return NO_ANSWER
         self.counts.branches_prepared += max(0, answer.branches)
-        return answer.rows, answer.spans
+        return answer
 
     def close(self) -> None:
         if not self.lost:
@@ -87,6 +113,14 @@ class DraftLink:
             except LinkError:
                 self.lost = True  # leaving anyway: the peer was faster
             self._channel.close()
+
+    def _send(self, body: Round | Verified) -> bool:
+        if not self.lost:
+            try:
+                self._channel.send(encode(Message(self._round, self._deployment, body)))
+            except LinkError as error:
+                self._lose(error)
+        return not self.lost
 
     def _receive(self, timeout: float) -> Answer | None:
         """The answer to the current round. Whatever else arrives is dropped and counted."""

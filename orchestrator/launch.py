@@ -1,8 +1,8 @@
-"""Starts the two MPI jobs of a deployment, watches them, and leaves nothing behind.
+"""Starts the MPI jobs of a deployment, watches them, and leaves nothing behind.
 
-Each group is an `mpiexec` of its own, so that a dead draft never takes the target down. Ranks notice through their
-standard input when this process is gone. In a group of several ranks, the one that goes first takes the others along;
-each holds a pipe open as long as it lives, so that the first can be named.
+The target and each replica of the draft are an `mpiexec` of their own, so that a dead draft takes nobody along. Ranks
+notice through their standard input when this process is gone. In a group of several ranks, the one that goes first
+takes the others along; each holds a pipe open as long as it lives, so that the first can be named.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ from saguaro.engines.manifest import Manifest, compare_token_maps
 from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
-from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
+from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig
 from saguaro.orchestrator.mpi_command import Mpi, find_mpi
 from saguaro.orchestrator.nvml import read_node
-from saguaro.orchestrator.placement import Demand, place
-from saguaro.orchestrator.plan import GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
+from saguaro.orchestrator.placement import Demand, place, share_of
+from saguaro.orchestrator.plan import (
+    GroupPlan,
+    LaunchPlan,
+    draft_roles,
+    rendezvous,
+    service_socket,
+    sign_of_life,
+)
 from saguaro.orchestrator.restarts import Restarts
 
 _log = logging.getLogger(__name__)
@@ -211,6 +218,11 @@ class Launcher:
         await self._stack.aclose()
 
     @property
+    def drafts(self) -> list[str]:
+        """The roles of the draft's replicas, in order."""
+        return [role for role in self._plans if role != "target"]
+
+    @property
     def restarts(self) -> dict[str, int]:
         """How often each group was started again, by role."""
         return {role: restarts.total for role, restarts in self._restarts.items()}
@@ -299,10 +311,10 @@ class Launcher:
                     health = (await client.status(left)).health
                     if waiting_for == "target":
                         self._on_ready("target")
-                        waiting_for = "draft"
+                        waiting_for = next(iter(self.drafts), "target")
                     if health == "ok":
-                        if "draft" in self._groups:
-                            self._on_ready("draft")
+                        for role in self.drafts:
+                            self._on_ready(role)
                         return
                     check()
                     await asyncio.sleep(0.05)
@@ -319,7 +331,9 @@ def plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> d
     """Ranks, GPUs and cores of each group on this machine. Raises LaunchError."""
     demands = {"target": _demand(config.target, target)}
     if config.draft and draft:
-        demands["draft"] = _demand(config.draft, draft)
+        whole = _demand(config.draft, draft)
+        for replica, role in enumerate(draft_roles(config.draft.replicas)):
+            demands[role] = replace(whole, model=_part(config.draft, replica))
     node = read_node() if any(demand.on_gpus for demand in demands.values()) else None
     return place(demands, sorted(os.sched_getaffinity(0)), node, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -327,3 +341,13 @@ def plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> d
 def _demand(model: ModelConfig, engine: Path) -> Demand:
     manifest = Manifest.load(engine)
     return Demand(model, manifest.engine, manifest.tp, str(engine.resolve()))
+
+
+def _part(model: DraftConfig, replica: int) -> DraftConfig:
+    """What one replica may use of the cores and GPUs that are named for all of them."""
+    cores, devices, count = model.cores, model.devices, model.replicas
+    return replace(
+        model,
+        cores=share_of(cores, replica, count) if cores else None,
+        devices=share_of(devices, replica, count) if isinstance(devices, tuple) else devices,
+    )

@@ -10,7 +10,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 import saguaro
 from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.draft_link import LinkCounts
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import Situation
 from saguaro.orchestrator.kv_blocks import BlockPool
@@ -27,7 +26,6 @@ class Levels:
     scheduler: Scheduler
     verifier: Verifier
     pools: dict[str, BlockPool]
-    past_links: list[LinkCounts]  # of links that have been replaced
 
     def collect(self) -> Iterable[Metric]:
         info = InfoMetricFamily("saguaro_build", "The release that runs")
@@ -69,8 +67,7 @@ class Levels:
 
     def _drafting(self) -> Iterable[Metric]:
         speculation = self.config.speculation
-        link = self.verifier.link
-        connected = link is not None and not link.lost
+        connected = sum(self.verifier.link.connected)
         effective: Mode = speculation.mode if connected else "ar"
         mode = GaugeMetricFamily("saguaro_mode", "1 for the mode that new requests get now", labels=["mode"])
         for name in get_args(Mode):
@@ -86,13 +83,15 @@ class Levels:
         for accepted, count in enumerate(policy(speculation.budget, speculation.lookahead, Situation()).counts):
             fan_out.add_metric([str(accepted)], count)
         yield fan_out
-        wanted = speculation.mode != "ar"
-        yield GaugeMetricFamily("saguaro_draft_wanted", "1 if the deployment speculates", wanted)
-        yield GaugeMetricFamily("saguaro_draft_connected", "1 while a speculator is connected", connected)
-        counts = [*self.past_links, *([link.counts] if link else [])]
+        wanted = self.config.replicas
+        yield GaugeMetricFamily("saguaro_draft_wanted", "Replicas of the draft; 0 without speculation", wanted)
+        yield GaugeMetricFamily("saguaro_draft_connected", "Speculators that are connected", connected)
         for name, text in (
             ("stale_answers", "Answers of the draft that came too late or were foreign, and were dropped"),
             ("draft_timeouts", "Rounds whose answer did not come within speculation.deadline_ms"),
             ("branches_prepared", "Continuations the speculator has drafted ahead"),
         ):
-            yield CounterMetricFamily(f"saguaro_{name}", text, sum(getattr(count, name) for count in counts))
+            family = CounterMetricFamily(f"saguaro_{name}", text, labels=["replica"])
+            for replica, counts in enumerate(self.verifier.link.counts):
+                family.add_metric([str(replica)], getattr(counts, name))
+            yield family

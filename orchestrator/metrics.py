@@ -22,12 +22,12 @@ class Timeline:
         self._spans: list[Span] = []
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, sequences: Rows[int] = ()) -> Iterator[None]:
         start = time.perf_counter_ns()
         try:
             yield
         finally:
-            self._spans.append(Span(name, start, time.perf_counter_ns()))
+            self._spans.append(Span(name, start, time.perf_counter_ns(), tuple(sequences)))
 
     def drain(self) -> tuple[Span, ...]:
         """Everything since the last call."""
@@ -106,22 +106,23 @@ def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: 
     )
 
 
+_ROLES = {"verify": 1, "wait": 1, "prepare": 2, "backup": 2}  # and what each of them does
+_SEQUENCES = 3
+
+
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """Spans as a Chrome trace (load it in chrome://tracing or Perfetto): one line for each role."""
-    roles = {"verify": 1, "wait": 1, "commit": 1, "prepare": 2, "backup": 2}
-    names = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": pid, "args": {"name": name}}
-        for pid, name in ((1, "verifier"), (2, "speculator"))
-    ]
+    """Spans as a Chrome trace (load it in chrome://tracing or Perfetto).
+
+    A line for the verifier and each speculator, and one for each sequence with the verifications it took part in and
+    those it sat out. Requests of one batch share spans: each is drawn once.
+    """
     events = [
-        {
-            "ph": "X",
-            "name": span.name,
-            "pid": roles[span.name],
-            "tid": roles[span.name],
-            "ts": span.start / 1e3,
-            "dur": (span.end - span.start) / 1e3,
-        }
-        for span in spans
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": pid, "args": {"name": name}}
+        for pid, name in ((1, "verifier"), (2, "speculator"), (_SEQUENCES, "sequences"))
     ]
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+    for span in sorted(set(spans), key=lambda span: span.start):
+        times = {"ph": "X", "name": span.name, "ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
+        if role := _ROLES.get(span.name):
+            events.append({**times, "pid": role, "tid": role + span.replica, "args": {"sequences": span.sequences}})
+        events.extend({**times, "pid": _SEQUENCES, "tid": sequence} for sequence in span.sequences)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

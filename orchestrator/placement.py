@@ -61,6 +61,13 @@ def place(
     devices = choose_gpus(on_gpus, node, visible) if node is not None else {}
     taken: list[int] = []
     plans: dict[str, GroupPlan] = {}
+
+    def free() -> list[int]:
+        """Cores that nobody has; then, on a small machine, at least none of the first group's, the target's."""
+        first = next((core for plan in plans.values() for member in plan.members for core in member.cores), None)
+        left = [core for core in sorted(cores) if core not in taken]
+        return left or [core for core in sorted(cores) if core != first] or sorted(cores)
+
     for role, demand in demands.items():
         if demand.model.cores is not None and not set(demand.model.cores) <= set(cores):
             raise LaunchError(
@@ -68,14 +75,12 @@ def place(
             )
         if role in devices:
             continue
-        free = [core for core in sorted(cores) if core not in taken] or sorted(cores)
-        own = demand.model.cores or tuple(free[: demand.model.threads * demand.ranks])
+        own = demand.model.cores or tuple(free()[: demand.model.threads * demand.ranks])
         taken += own
-        members = [RankPlan(None, _share(own, rank, demand.ranks)) for rank in range(demand.ranks)]
+        members = [RankPlan(None, share_of(own, rank, demand.ranks)) for rank in range(demand.ranks)]
         plans[role] = GroupPlan(demand.model, demand.directory, tuple(members))
     if devices and node is not None:
-        free = [core for core in sorted(cores) if core not in taken] or sorted(cores)
-        plans |= _gpu_groups(on_gpus, devices, node, free)
+        plans |= _gpu_groups(on_gpus, devices, node, free())
     return {role: plans[role] for role in demands}
 
 
@@ -176,11 +181,11 @@ def _too_few(
     )
 
 
-def _share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """A rank's own part of the cores; all of them where there are too few for each rank to have one."""
-    if len(cores) < ranks:
+def share_of(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
+    """One of `count` parts of the cores; all of them where there are too few for each to have one."""
+    if len(cores) < count:
         return tuple(cores)
-    return tuple(cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks])
+    return tuple(cores[index * len(cores) // count : (index + 1) * len(cores) // count])
 
 
 def _gpu_groups(
@@ -201,6 +206,6 @@ def _gpu_groups(
     groups = {role: GroupPlan(demand.model, demand.directory, ()) for role, demand in demands.items()}
     for number, (role, device, cores) in enumerate(seats):
         sharing = [other for other, (_, _, theirs) in enumerate(seats) if theirs == cores]
-        rank_plan = RankPlan(device, _share(cores[1], sharing.index(number), len(sharing)))
+        rank_plan = RankPlan(device, share_of(cores[1], sharing.index(number), len(sharing)))
         groups[role] = replace(groups[role], members=(*groups[role].members, rank_plan))
     return groups

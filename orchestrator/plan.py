@@ -67,12 +67,22 @@ class LaunchPlan:
     deployment: int  # identifies this start: messages of another one are foreign
     launcher: int  # process id of whoever started it, and owns the runtime directory
 
+    @property
+    def drafts(self) -> list[str]:
+        """The roles of the draft's replicas, in order."""
+        return [role for role in self.groups if role != "target"]
+
     def write(self, runtime: Path) -> None:
         (runtime / "plan.json").write_bytes(msgspec.json.encode(self))
 
     @staticmethod
     def read(runtime: Path) -> LaunchPlan:
         return msgspec.json.decode((runtime / "plan.json").read_bytes(), type=LaunchPlan)
+
+
+def draft_roles(replicas: int) -> list[str]:
+    """What the draft's groups are called."""
+    return ["draft"] if replicas == 1 else [f"draft-{replica}" for replica in range(replicas)]
 
 
 def rendezvous(runtime: Path, role: str) -> Path:

@@ -16,7 +16,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.types import Outcome, RequestSampling, Speculation
 
-VERSION = 2
+VERSION = 3
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
@@ -27,6 +27,7 @@ class Kind(IntEnum):
     ROUND = 2
     ANSWER = 3
     BYE = 4
+    VERIFIED = 5
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class DraftRow:
     grammar: GrammarRef | None = (
         None  # with its text in rows without an outcome: the first, and where anything was lost
     )
+    deferred: bool = False  # it sat out the last round, and does not sit out this one
 
     @property
     def length(self) -> int:
@@ -82,13 +84,15 @@ class Round:
     """Verifier -> speculator: the outcomes of the last round and the sequences that joined."""
 
     rows: tuple[DraftRow, ...]
+    others: bool = False  # sequences are verified in this round for which no speculation is asked
+    present: tuple[int, ...] = (0,)  # replicas of the draft that are asked
 
 
 @dataclass(frozen=True)
 class AnswerRow:
     sequence: int
     hit: bool
-    speculation: Speculation
+    speculation: Speculation | None  # None: the row sits this round out, and its speculation comes with the next answer
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,13 @@ class Span:
     name: str
     start: int
     end: int
+    sequences: tuple[int, ...] = ()  # whose it was, where that is told apart
+    replica: int = 0  # of the draft, if it did it
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Speculator -> verifier: a speculation for every row that is not a prefill, and what it did since the last one."""
+    """Speculator -> verifier: every row that is not a prefill, and what it did since the last answer."""
 
     rows: tuple[AnswerRow, ...]
     spans: tuple[Span, ...]
@@ -110,12 +116,28 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """Verifier -> each of several replicas: what all of them together have answered, and is now verified or sits out.
+
+    Only then do they work ahead, each on its share of the outcomes.
+    """
+
+    rows: tuple[AnswerRow, ...]
+
+
+@dataclass(frozen=True)
 class Bye:
     """Either side is leaving in good order."""
 
 
-Body = Hello | Round | Answer | Bye
-_BODIES: dict[Kind, type[Any]] = {Kind.HELLO: Hello, Kind.ROUND: Round, Kind.ANSWER: Answer, Kind.BYE: Bye}
+Body = Hello | Round | Answer | Bye | Verified
+_BODIES: dict[Kind, type[Any]] = {
+    Kind.HELLO: Hello,
+    Kind.ROUND: Round,
+    Kind.ANSWER: Answer,
+    Kind.BYE: Bye,
+    Kind.VERIFIED: Verified,
+}
 _KINDS = {body: kind for kind, body in _BODIES.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in _BODIES.items()}
 

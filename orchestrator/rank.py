@@ -48,22 +48,23 @@ def run_target(plan: LaunchPlan, runtime: Path, target: Target) -> None:
     """The leader: rank 0 of the target group."""
     config = plan.config
     manifest = Manifest.load(Path(plan.groups["target"].engine))
-    listener = _joining(plan).Listener(runtime) if config.draft else None
+    listeners = [_joining(plan).Listener(runtime, role) for role in plan.drafts]
     draft = config.draft or config.target
 
-    def links() -> DraftLink | None:
+    def links() -> tuple[int, DraftLink] | None:
         """A speculator that has just connected and fits. One that does not is a warning, not the end of serving."""
-        channel = listener.poll() if listener else None
-        if channel is None:
-            return None
-        try:
-            link = DraftLink(channel, deployment=plan.deployment, timeout=config.speculation.deadline_ms / 1e3)
-            _check_hello(link.hello, manifest, draft)
-        except (LinkError, ProtocolError, LaunchError) as error:
-            _log.warning("refused a draft: %s", error)
-            channel.close()
-            return None
-        return link
+        for replica, listener in enumerate(listeners):
+            channel = listener.poll()
+            if channel is None:
+                continue
+            try:
+                link = DraftLink(channel, deployment=plan.deployment, timeout=config.speculation.deadline_ms / 1e3)
+                _check_hello(link.hello, manifest, draft)
+                return replica, link
+            except (LinkError, ProtocolError, LaunchError) as error:
+                _log.warning("refused a draft: %s", error)
+                channel.close()
+        return None
 
     Service(
         config,
@@ -78,10 +79,10 @@ def run_target(plan: LaunchPlan, runtime: Path, target: Target) -> None:
 
 
 def run_draft(
-    plan: LaunchPlan, runtime: Path, max_model_len: int, primary: Callable[[FanOutPolicy, Grammars], Primary]
+    plan: LaunchPlan, runtime: Path, role: str, max_model_len: int, primary: Callable[[FanOutPolicy, Grammars], Primary]
 ) -> None:
-    """The speculator: rank 0 of the draft group. `primary` makes its drafter."""
-    config, part = plan.config, plan.groups["draft"]
+    """A speculator: rank 0 of a draft group. `primary` makes its drafter."""
+    config, part = plan.config, plan.groups[role]
     speculation = config.speculation
     manifest = Manifest.load(Path(part.engine))
     hello = Hello(
@@ -94,12 +95,20 @@ def run_draft(
     estimators = Estimators(speculation.prior)
     policy = speculation.policy(estimators)
     drafter = primary(policy, _grammars(Path(part.engine)))
-    backup = backup_drafter(
-        speculation.backup, drafter, speculation.rule, _ordinary_tokens(plan.groups["draft"].engine)
-    )
-    channel = _joining(plan).connect(runtime, config.serving.start_timeout_s)
+    backup = backup_drafter(speculation.backup, drafter, speculation.rule, _ordinary_tokens(part.engine))
+    channel = _joining(plan).connect(runtime, config.serving.start_timeout_s, role)
     try:
-        Speculator(drafter, channel, policy, hello, backup=backup, estimators=estimators).run()
+        Speculator(
+            drafter,
+            channel,
+            policy,
+            hello,
+            backup=backup,
+            defer=speculation.backup == "defer",
+            estimators=estimators,
+            replica=plan.drafts.index(role),
+            replicas=len(plan.drafts),
+        ).run()
     finally:
         channel.close()
 
@@ -122,15 +131,14 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         **({"device": device} if device.type == "cuda" else {}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
-    if group is None:
-        _lead(role, plan, runtime, engine)
-        return
-    group.wait_for_all()
-    if group.leads:
-        _lead(role, plan, runtime, engine)
-        group.stop()
-    else:
+    if group:
+        group.wait_for_all()
+    if group and not group.leads:
         follow(engine, group)
+        return
+    _lead(role, plan, runtime, engine)
+    if group:
+        group.stop()
 
 
 def _device(part: GroupPlan, rank: int) -> torch.device:
@@ -168,7 +176,7 @@ def _lead(role: str, plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
             grammars=grammars,
         )
 
-    run_draft(plan, runtime, engine.max_model_len, primary)
+    run_draft(plan, runtime, role, engine.max_model_len, primary)
 
 
 def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
@@ -198,7 +206,7 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
             run_target(plan, runtime, ExecutorTarget(session))
         else:
             drafter = ExecutorDrafter(session, model.num_blocks, model.block_size)
-            run_draft(plan, runtime, session.engine.max_model_len, lambda _policy, _grammars: drafter)
+            run_draft(plan, runtime, role, session.engine.max_model_len, lambda _policy, _grammars: drafter)
     finally:
         session.close()
 

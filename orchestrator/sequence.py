@@ -44,6 +44,7 @@ class Sequence:
     draft_length: int = 0
     chunk_end: int | None = None  # where this round's part of a prompt ends; None: the round computes all there is
     outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
+    deferred: bool = False  # it sat out the last round, while a speculation was drafted for it
     finish_reason: FinishReason | None = None
     error: SaguaroError | None = None  # why it cannot go on, with finish_reason "error"
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -119,3 +120,4 @@ class Sequence:
         self.target_length = self.draft_length = 0
         self.chunk_end = None
         self.outcome = None
+        self.deferred = False

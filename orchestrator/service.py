@@ -76,7 +76,7 @@ class _Request:
 
 
 class Service:
-    """`links` is asked between rounds for a newly connected speculator."""
+    """`links` is asked between rounds for a newly connected speculator, and which replica of the draft it is."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Service:
         draft_pool: BlockPool,
         stop_ids: tuple[int, ...],
         socket: Path,
-        links: Callable[[], DraftLink | None],
+        links: Callable[[], tuple[int, DraftLink] | None],
         tokenizer: Tokenizer | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -114,6 +114,7 @@ class Service:
             max_model_len=context,
             budget=config.speculation.budget,
             max_batch_tokens=serving.max_batch_tokens,
+            replicas=max(1, config.replicas),
         )
         self._telemetry = Telemetry(
             config,
@@ -146,8 +147,7 @@ class Service:
                 if batch := self._scheduler.schedule():
                     self._round(batch)
         finally:
-            if self._verifier.link:
-                self._verifier.link.close()
+            self._verifier.link.close()
             self._compiler.shutdown(wait=False, cancel_futures=True)
             self._context.destroy(linger=500)
 
@@ -230,12 +230,13 @@ class Service:
                 self._send(request.client, Failed(request.number, type(error).__name__, str(error)))
 
     def _take_links(self) -> None:
-        link = self._links()
-        if link is not None:
-            self._telemetry.draft_connected(self._verifier.link)
-            self._verifier.attach(link, [request.sequence for request in self._requests.values()])
-            self._draft_pool.forget()
+        arrived = self._links()
+        if arrived is not None:
+            self._telemetry.draft_connected()
+            self._verifier.link.put(*arrived)
             _log.info("a draft is connected")
+        if self._verifier.regroup(request.sequence for request in self._requests.values()):
+            self._draft_pool.forget()
 
     def _take_commands(self) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
@@ -353,20 +354,19 @@ class Service:
         return encode_bad_words(self._tokenizer, params) if words else params
 
     def _status(self) -> Status:
-        link = self._verifier.link
-        drafting = link is not None and not link.lost
-        wants_draft = self._config.speculation.mode != "ar"
+        drafts = self._verifier.link.connected[: self._config.replicas]
         return Status(
             epoch=self._epoch,
-            health="degraded" if wants_draft and not drafting else "ok",
-            mode=self._config.speculation.mode if drafting else "ar",
+            health="ok" if all(drafts) else "degraded",
+            mode=self._config.speculation.mode if any(drafts) else "ar",
             running=len(self._scheduler.running),
             waiting=self._scheduler.waiting + self._compiling,
             free_target_blocks=self._target_pool.free_blocks,
             target_blocks=self._target_pool.num_blocks,
             free_draft_blocks=self._draft_pool.free_blocks,
             draft_blocks=self._draft_pool.num_blocks,
-            stale_answers=link.counts.stale_answers if link else 0,
+            stale_answers=sum(counts.stale_answers for counts in self._verifier.link.counts),
+            drafts=drafts,
             cached_target_blocks=self._target_pool.cached_blocks,
             preemptions=self._scheduler.preemptions,
         )

@@ -73,7 +73,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 class Status(msgspec.Struct, frozen=True, tag=True):
     epoch: int  # identifies one start of the service: when it changes, requests must be submitted again
-    health: str  # ok, or degraded while a configured draft is away
+    health: str  # ok, or degraded while a configured draft, or a replica of it, is away
     mode: Mode  # what new requests get now
     running: int
     waiting: int
@@ -84,6 +84,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     stale_answers: int
     cached_target_blocks: int  # hold a prefix that a prompt may share; free unless a running request holds them too
     preemptions: int  # running requests that had to give their blocks back, since the start
+    drafts: list[bool] = []  # whether each replica of the draft is connected
 
 
 class Metrics(msgspec.Struct, frozen=True, tag=True):

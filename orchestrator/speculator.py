@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from saguaro.orchestrator import shards
 from saguaro.orchestrator.channels import Channel
 from saguaro.orchestrator.drafters.base import Drafter, Trunk
 from saguaro.orchestrator.estimators import Estimators
@@ -19,6 +20,7 @@ from saguaro.orchestrator.protocol import (
     Hello,
     Message,
     Round,
+    Verified,
     decode,
     encode,
 )
@@ -36,7 +38,7 @@ class _Prepared:
 
     situation: Situation
     lookahead: int  # tokens of that speculation
-    guesses: Sequence[Outcome]  # best first for each acceptance length
+    guesses: Sequence[Outcome]  # best first for each acceptance length, those that other replicas prepare included
 
     def observed(self, outcome: Outcome, estimators: Estimators) -> None:
         counts = [0] * (self.lookahead + 1)
@@ -50,7 +52,9 @@ class _Prepared:
 class Speculator:
     """Keeps no sequence state: only the drafter's KV pool and the branches of the last round.
 
-    `backup` drafts after a miss; None: the drafter itself. `estimators` learn from every outcome.
+    `backup` drafts after a miss; None: the drafter itself. With `defer` it does so while the others are verified, and
+    the missing row sits that out. `estimators` learn from every outcome. All `replicas` guess the same outcomes, and
+    each drafts a share of them.
     """
 
     def __init__(
@@ -61,10 +65,18 @@ class Speculator:
         hello: Hello,
         *,
         backup: Drafter | None = None,
+        defer: bool = False,
         estimators: Estimators | None = None,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         self._drafter = drafter
         self._backup = backup or drafter
+        self._defer = defer
+        self._replica = replica
+        self._replicas = replicas
+        self._present: tuple[int, ...] = ()  # replicas that are asked in the round under way
+        self._open: tuple[int, Sequence[DraftRow]] | None = None  # a round of which the others' answers are to come
         self._channel = channel
         self._policy = policy
         self.estimators = estimators or Estimators()
@@ -83,44 +95,87 @@ class Speculator:
             message = decode(data)
             if isinstance(message.body, Bye):
                 return
-            if isinstance(message.body, Round):
-                self.round(message.round, message.deployment, message.body.rows)
-            else:
+            self.take(message)
+
+    def take(self, message: Message) -> None:
+        """Do what a message of the verifier asks for."""
+        match message.body:
+            case Round():
+                self.round(message.round, message.deployment, message.body)
+            case Verified(rows):
+                self._verified(message.round, rows)
+            case _:
                 _log.warning("ignored a %s message", type(message.body).__name__)
 
-    def round(self, number: int, deployment: int, rows: Sequence[DraftRow]) -> None:
+    def round(self, number: int, deployment: int, body: Round) -> None:
         """One round: answer at once, then work ahead while the verifier is busy."""
+        rows, self._present, self._open = body.rows, body.present, None
         asked = [row for row in rows if not row.prefill]
         answers: list[AnswerRow] = []
         if asked:
-            answers = self._answer(asked)
+            answers = self._answer(asked, others=body.others or len(asked) < len(rows))
             reply = Answer(tuple(answers), self._timeline.drain(), self._branches)
             self._branches = 0
             self._channel.send(encode(Message(number, deployment, reply)))
+        if asked and self._replicas > 1:
+            self._open = number, rows
+        else:
+            self._work_ahead(rows, answers)
+
+    def _verified(self, number: int, answers: Sequence[AnswerRow]) -> None:
+        """What all replicas together have answered: from here on as if one of them had."""
+        if self._open is None or self._open[0] != number:
+            _log.warning("ignored what is verified in round %d, which was not asked about or is over", number)
+            return
+        (_, rows), self._open = self._open, None
+        self._work_ahead(rows, answers)
+
+    def _work_ahead(self, rows: Sequence[DraftRow], answers: Sequence[AnswerRow]) -> None:
         with self._timeline.span("prepare"):
             self._learn(rows)
             self._prepare(rows, {answer.sequence: answer for answer in answers})
 
-    def _answer(self, rows: Sequence[DraftRow]) -> list[AnswerRow]:
-        """Hits from the cache; the backup drafts for the missing rows only."""
-        hits: dict[int, Speculation] = {}
+    def _answer(self, rows: Sequence[DraftRow], others: bool) -> list[AnswerRow]:
+        """What was prepared here, from the cache; for the missing rows, and for them only, the backup.
+
+        Rows that another replica answers are left out.
+        """
+        answers: dict[int, AnswerRow] = {}
         for row in rows:
-            if row.outcome and (prepared := self._cache.take(row.sequence, row.outcome)):
-                hits[row.sequence] = prepared
-        missing = [row for row in rows if row.sequence not in hits]
-        drafted: dict[int, Speculation] = {}
-        if missing:
-            with self._timeline.span("backup"):
-                self._backup.catch_up(missing)
-                trunks = [Trunk.decided(row) for row in missing]
-                actual = [[Outcome(0, row.tokens[-1])] for row in missing]
-                for row, (speculation,) in zip(missing, self._backup.draft(trunks, actual), strict=True):
-                    drafted[row.sequence] = speculation
-        speculations = hits | drafted
-        return [
-            AnswerRow(row.sequence, row.sequence in hits, speculations[row.sequence].first(row.lookahead))
-            for row in rows
-        ]
+            outcome = _happened(row) if row.deferred else row.outcome
+            if outcome and (prepared := self._cache.take(row.sequence, outcome)):
+                answers[row.sequence] = AnswerRow(row.sequence, not row.deferred, prepared.first(row.lookahead))
+        missing = [row for row in rows if row.sequence not in answers and not self._elsewhere(row)]
+        mine = [row for row in missing if self._is_home(row)]
+        if self._may_sit_out(missing, others or len(missing) < len(rows)):
+            answers |= {row.sequence: AnswerRow(row.sequence, False, None) for row in mine}
+        elif mine:
+            with self._timeline.span("backup", [row.sequence for row in mine]):
+                self._backup.catch_up(mine)
+                drafted = self._backup.draft(*_decided(mine))
+            for row, (speculation,) in zip(mine, drafted, strict=True):
+                answers[row.sequence] = AnswerRow(row.sequence, False, speculation.first(row.lookahead))
+        return [answers[row.sequence] for row in rows if row.sequence in answers]
+
+    def _elsewhere(self, row: DraftRow) -> bool:
+        """Whether another replica that is there has this row's speculation."""
+        if row.deferred:
+            return not self._is_home(row)
+        prepared = self._prepared.get(row.sequence)
+        if prepared is None or row.outcome not in prepared.guesses:
+            return False
+        owner = shards.owners(prepared.guesses, self._replicas)[prepared.guesses.index(row.outcome)]
+        return owner != self._replica and owner in self._present
+
+    def _is_home(self, row: DraftRow) -> bool:
+        """Whether this replica drafts for a row for which nothing was prepared."""
+        return shards.home(row.sequence, self._present, self._replicas) == self._replica
+
+    def _may_sit_out(self, missing: Sequence[DraftRow], others: bool) -> bool:
+        """Whether all of them do: there must be a verification to draft behind. When one has to be drafted for now,
+        because it sat out last time or because nothing is ever prepared for it, the round waits anyway.
+        """
+        return self._defer and others and all(row.budget and not row.deferred for row in missing)
 
     def _learn(self, rows: Sequence[DraftRow]) -> None:
         for row in rows:
@@ -129,12 +184,20 @@ class Speculator:
                 prepared.observed(row.outcome, self.estimators)
 
     def _prepare(self, rows: Sequence[DraftRow], answers: dict[int, AnswerRow]) -> None:
-        """Fill the cache with a speculation for each of the likeliest outcomes of the round under way."""
+        """Fill the cache with a speculation for each of the likeliest outcomes of the round under way.
+
+        Rows that sit it out get one for their last outcome, in the same forwards.
+        """
         trunks: list[Trunk] = []
         situations: list[Situation] = []
+        deferred: list[DraftRow] = []
         for row in rows:
             answer = answers.get(row.sequence)
-            trunks.append(Trunk.under_verification(row, answer.speculation if answer else Speculation()))
+            speculation = answer.speculation if answer else Speculation()
+            if speculation is None:
+                deferred.append(row)
+                continue
+            trunks.append(Trunk.under_verification(row, speculation))
             situations.append(Situation(answer is None or answer.hit, row.request.params.temperature))
         fan_outs = [
             self._policy(trunk.row.budget, len(trunk.draft_tokens), situation)
@@ -142,15 +205,33 @@ class Speculator:
         ]
         if self._backup is not self._drafter:
             self._backup.catch_up(rows)  # now, while the verifier is busy, rather than when it waits
-        outcomes = self._drafter.predict(trunks, fan_outs)
-        prepared = self._drafter.draft(trunks, outcomes)
-        self._branches += sum(map(len, outcomes))
+        outcomes = self._drafter.predict(trunks, fan_outs) if trunks else []
+        share = [self._share(guessed) for guessed in outcomes]
+        self._drafter.catch_up(deferred)
+        late, happened = _decided([row for row in deferred if self._is_home(row)])
+        prepared = self._drafter.draft([*trunks, *late], [*share, *happened])
+        self._branches += sum(map(len, share))
         self._cache.put_all(
-            (row.sequence, outcome, speculation)
-            for row, guessed, drafted in zip(rows, outcomes, prepared, strict=True)
+            (trunk.row.sequence, outcome, speculation)
+            for trunk, guessed, drafted in zip([*trunks, *late], [*share, *happened], prepared, strict=True)
             for outcome, speculation in zip(guessed, drafted, strict=True)
         )
         self._prepared = {
             trunk.row.sequence: _Prepared(situation, len(trunk.draft_tokens), guessed)
             for trunk, situation, guessed in zip(trunks, situations, outcomes, strict=True)
         }
+
+    def _share(self, guessed: Sequence[Outcome]) -> list[Outcome]:
+        """The guesses that this replica prepares."""
+        owners = shards.owners(guessed, self._replicas)
+        return [guess for guess, owner in zip(guessed, owners, strict=True) if owner == self._replica]
+
+
+def _happened(row: DraftRow) -> Outcome:
+    """A row's last outcome, of the trunk in which it is decided."""
+    return Outcome(0, row.tokens[-1])
+
+
+def _decided(rows: Sequence[DraftRow]) -> tuple[list[Trunk], list[list[Outcome]]]:
+    """What to draft from for rows whose outcome was not foreseen."""
+    return [Trunk.decided(row) for row in rows], [[_happened(row)] for row in rows]

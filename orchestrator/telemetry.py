@@ -5,6 +5,7 @@ Ratios (hit rate, E_hit, T_p, …) are left to the reader's window: everything t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import get_args
@@ -15,7 +16,6 @@ from prometheus_client.core import Metric
 from saguaro.errors import CapacityError, DrainingError, SaguaroError
 from saguaro.orchestrator.collapse_alarm import CollapseAlarm
 from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.draft_link import DraftLink, LinkCounts
 from saguaro.orchestrator.histogram import Histogram
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.levels import Levels
@@ -64,9 +64,8 @@ class Telemetry:
             registry.register(made)
             return made
 
-        self._past_links: list[LinkCounts] = []
         pools = {"target": target_pool, "draft": draft_pool}
-        registry.register(Levels(config, scheduler, verifier, pools, self._past_links))
+        registry.register(Levels(config, scheduler, verifier, pools))
 
         self._rounds = counter("rounds", "Verifications of a batch")
         self._spans = {
@@ -78,7 +77,7 @@ class Telemetry:
                 ("backup", "Time the speculator took to draft after misses, once for all missing rows of a round"),
             )
         }
-        self._idle = counter("speculator_idle_seconds", "Time the speculator had nothing to do while rounds went on")
+        self._idle = counter("speculator_idle_seconds", "Time no speculator had anything to do while rounds went on")
         self._unaccounted = 0.0  # seconds of rounds since the last answer of the speculator
 
         self._lengths = histogram(
@@ -95,6 +94,7 @@ class Telemetry:
             for after in (True, False, None)
         }
         self._used = counter("branches_used", "Branches that became a speculation: hits")
+        self._deferred = counter("deferred_rows", "Rounds a sequence sat out while its speculation was drafted")
         positions = range(1, lookahead + 1)
         drafted = counter("draft_tokens", "Draft tokens verified, by place in the speculation", "position")
         accepted = counter("accepted_tokens", "Draft tokens accepted, by place in the speculation", "position")
@@ -160,15 +160,14 @@ class Telemetry:
         else:
             self._inter_token.add(seconds / tokens, tokens)
 
-    def draft_connected(self, replaced: DraftLink | None) -> None:
+    def draft_connected(self) -> None:
         self._connections.inc()
         self._unaccounted = 0.0
-        if replaced:
-            self._past_links.append(replaced.counts)
 
     def round(self, batch: Rows[Sequence], result: RoundResult) -> None:
         """One round. O(batch), plus the lookahead."""
         self._rounds.inc()
+        self._deferred.inc(result.deferred)
         self._time(result)
         drafted = [0] * (len(self._drafted) + 1)  # speculations by length, and by tokens accepted
         accepted = [0] * (len(self._drafted) + 1)
@@ -196,8 +195,8 @@ class Telemetry:
     def _time(self, result: RoundResult) -> None:
         """Spans of both roles. The speculator's come with its answer and cover everything since the last one: what the
         rounds took in that time and the speculator did not work, it was idle."""
-        worked = verifying = 0.0
-        answered = False
+        verifying = 0.0
+        worked: dict[int, float] = defaultdict(float)  # by replica of the draft, if it has answered
         for span in result.spans:
             if span.name not in self._spans:
                 continue  # a speculator is not trusted with anything that could stop the service
@@ -208,9 +207,8 @@ class Telemetry:
             elif span.name == "wait":
                 self._unaccounted += seconds
             else:
-                worked += seconds
-                answered = True
-        if answered:
-            self._idle.inc(max(0.0, self._unaccounted - worked))
+                worked[span.replica] += seconds
+        if worked:
+            self._idle.inc(max(0.0, self._unaccounted - max(worked.values())))
             self._unaccounted = 0.0
         self._unaccounted += verifying

@@ -11,7 +11,7 @@ from saguaro.errors import ConfigError
 Mode = Literal["ar", "sd", "ssd"]
 MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")  # each can do what those before it can
 Rule = Literal["coupled", "ratio"]
-Backup = Literal["primary", "ngram", "suffix", "random", "none"]
+Backup = Literal["primary", "defer", "ngram", "suffix", "random", "none"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 MAX_SEED = 2**64 - 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from saguaro.errors import ProtocolError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.draft_links import DraftLinks
 from saguaro.orchestrator.estimators import Costs
 from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.protocol import AnswerRow, DraftRow, GrammarRef, Span
@@ -26,59 +29,75 @@ class RoundResult:
 
     tokens: list[list[int]]
     spans: tuple[Span, ...]
+    deferred: int = 0  # sequences that sat the round out
 
 
 class Verifier:
-    """Owns the outcome of every round. `link` is None as long as no speculator is connected."""
+    """Owns the outcome of every round. `link` leads to the speculators that are connected, of `replicas`."""
 
-    def __init__(self, target: Target, *, max_model_len: int, budget: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, target: Target, *, max_model_len: int, budget: int, max_batch_tokens: int, replicas: int = 1
+    ) -> None:
         self.target = target
         self._max_batch_tokens = max_batch_tokens  # what the draft may have to catch up with in one round
         self._max_model_len = max_model_len
         self._budget = budget  # branches a speculator prepares for one sequence
         self._timeline = Timeline()
         self.costs = Costs()  # of rounds without a prompt
-        self.link: DraftLink | None = None
+        self.link = DraftLinks(replicas)
 
     def step(self, batch: Rows[Sequence]) -> RoundResult:
         """Send the last outcomes, take the speculations, verify them in one forward, commit.
 
         Each sequence has the blocks for the tokens it is to compute. Without a speculator, or when it is late, a row
-        simply carries no speculation: plain decoding.
+        simply carries no speculation: plain decoding. A row for which the speculator still has to draft may sit the
+        round out: nothing of it changes but the time.
         """
         decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
-        answers, draft_spans = self._answers(asked)
-        speculations = [answers[s.id].speculation if s.id in answers else _NOTHING for s in batch]
-        with self._timeline.span("verify"):
-            outcomes = self.target.verify(batch, speculations)
-        tokens = [
-            self._commit(sequence, speculation, outcome, asked.get(sequence.id), answers.get(sequence.id))
-            for sequence, speculation, outcome in zip(batch, speculations, outcomes, strict=True)
-        ]
+        answers, draft_spans = self._answers(asked, len(batch))
+        deferred = [s for s in batch if s.id in answers and answers[s.id].speculation is None]
+        verified = [s for s in batch if s not in deferred]
+        speculations = [(s.id in answers and answers[s.id].speculation) or _NOTHING for s in verified]
+        sitting_out = self._timeline.span("deferred", [s.id for s in deferred]) if deferred else nullcontext()
+        with self._timeline.span("verify", [s.id for s in verified]), sitting_out:
+            outcomes = self.target.verify(verified, speculations)
+        tokens = {
+            sequence.id: self._commit(sequence, speculation, outcome, asked.get(sequence.id), answers.get(sequence.id))
+            for sequence, speculation, outcome in zip(verified, speculations, outcomes, strict=True)
+        }
+        for sequence in deferred:
+            self._defer(sequence)
         spans = self._timeline.drain() + draft_spans
         if decoding:
             self.costs.observe(spans)
-        return RoundResult(tokens, spans)
+        return RoundResult([tokens.get(sequence.id, []) for sequence in batch], spans, len(deferred))
 
-    def attach(self, link: DraftLink, running: Rows[Sequence]) -> None:
+    def attach(self, link: DraftLink, running: Iterable[Sequence], replica: int = 0) -> None:
         """Work with a newly connected speculator, whose KV pool is empty."""
-        self.link = link
-        for sequence in running:
+        self.link.put(replica, link)
+        self.regroup(running)
+
+    def regroup(self, running: Iterable[Sequence]) -> bool:
+        """Let speculators take part that can. True: nothing in the draft's pool counts any more."""
+        changed = self.link.regroup()
+        for sequence in running if changed else ():
             sequence.draft_table.truncate(0)
             sequence.draft_length = 0
             sequence.outcome = None
+        return changed
 
     def _ask(self, batch: Rows[Sequence]) -> dict[int, DraftRow]:
-        if self.link is None or not self.link.ready:
+        hello = self.link.hello
+        if hello is None:
             return {}
         rows: dict[int, DraftRow] = {}
         left = self._max_batch_tokens
         for sequence in batch:
-            if row := self._draft_row(sequence, self.link.hello.max_model_len, left):
+            if row := self._draft_row(sequence, hello.max_model_len, left):
                 rows[sequence.id] = row
                 left -= len(row.tokens)
-        return rows if rows and self.link.ask(list(rows.values())) else {}
+        return rows if rows and self.link.ask(list(rows.values()), len(rows) < len(batch)) else {}
 
     def _draft_row(self, sequence: Sequence, draft_model_len: int, left: int) -> DraftRow | None:
         """What to ask for this sequence. None when a speculation cannot help or has no room in either model.
@@ -114,21 +133,27 @@ class Verifier:
             table=tuple(sequence.draft_table.blocks),
             request=sequence.request,
             grammar=_grammar(sequence) if whole else None,
+            deferred=sequence.deferred,
         )
 
-    def _answers(self, asked: dict[int, DraftRow]) -> tuple[dict[int, AnswerRow], tuple[Span, ...]]:
-        if self.link is None or all(row.prefill for row in asked.values()):
+    def _answers(self, asked: dict[int, DraftRow], batch: int) -> tuple[dict[int, AnswerRow], tuple[Span, ...]]:
+        if all(row.prefill for row in asked.values()):
             return {}, ()
         with self._timeline.span("wait"):
-            answers, spans = self.link.answer()
-        return {row.sequence: row for row in answers if self._usable(row, asked.get(row.sequence))}, spans
+            answer = self.link.answer(lambda row: self._usable(row, asked.get(row.sequence)))
+        if sum(row.speculation is None for row in answer.rows) == batch:
+            _log.warning("a speculator would have every row of a round sit it out: they are verified as they are")
+            return {}, answer.spans
+        return {row.sequence: row for row in answer.rows}, answer.spans
 
     def _usable(self, answer: AnswerRow, asked: DraftRow | None) -> bool:
         """An answer to what was not asked, or one that cannot be, is no reason to fail a request: it is not used."""
         try:
-            if asked is None or asked.prefill or len(answer.speculation.tokens) > asked.lookahead:
+            if asked is None or asked.prefill or len((answer.speculation or _NOTHING).tokens) > asked.lookahead:
                 raise ProtocolError(f"sequence {answer.sequence} was not asked about, or not for that many tokens")
-            sampling.check_speculation(answer.speculation, self.target.vocab_size)
+            if answer.speculation is None and asked.deferred:
+                raise ProtocolError(f"sequence {answer.sequence} has sat out one round already")
+            sampling.check_speculation(answer.speculation or _NOTHING, self.target.vocab_size)
         except ProtocolError as error:
             _log.warning("a speculation is not used: %s", error)
             return False
@@ -143,6 +168,7 @@ class Verifier:
         answer: AnswerRow | None,
     ) -> list[int]:
         """Make the outcome the truth. The KV of rejected tokens is dropped by counting it as not valid."""
+        sequence.deferred = False
         if isinstance(outcome, SaguaroError):
             sequence.finish_reason, sequence.error = "error", outcome
             return []
@@ -162,10 +188,21 @@ class Verifier:
         else:
             sequence.draft_length = asked.length if asked and asked.prefill else sequence.draft_length
             sequence.outcome = None
-        sequence.publish()
-        sequence.target_table.truncate(sequence.target_length)
-        sequence.draft_table.truncate(sequence.draft_length)
+        _let_go(sequence)
         return committed
+
+    def _defer(self, sequence: Sequence) -> None:
+        """The speculator catches up with all but the last token before it drafts from there."""
+        sequence.deferred = True
+        sequence.draft_length = sequence.length - 1
+        _let_go(sequence)
+
+
+def _let_go(sequence: Sequence) -> None:
+    """Offer what a round has computed to others, and give back the room it took for what is not committed."""
+    sequence.publish()
+    sequence.target_table.truncate(sequence.target_length)
+    sequence.draft_table.truncate(sequence.draft_length)
 
 
 def _grammar(sequence: Sequence) -> GrammarRef | None:

@@ -1,4 +1,4 @@
-"""The two groups of ranks as parts: what the launcher and the service say about them, kept up to date."""
+"""The groups of ranks as parts: what the launcher and the service say about them, kept up to date."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _SILENT = 30.0  # seconds without an answer after which the target is not ready;
 class Groups:
     """`on_change` is called when a part's state may have changed."""
 
-    def __init__(self, launcher: Launcher, *, drafting: bool, on_change: Callable[[], None]) -> None:
+    def __init__(self, launcher: Launcher, *, on_change: Callable[[], None]) -> None:
         self._launcher = launcher
-        self._drafting = drafting
         self._on_change = on_change
         self.status: Status | None = None  # the last answer; None while the target group is away
         self._answering: int | None = None  # the target's process that gave it
@@ -59,11 +58,12 @@ class Groups:
         able = self.status is not None and pid is not None and pid == self._answering
         why = "" if able else "it does not answer" if pid else "it has ended"
         parts = {"target": PartState("ready" if able else "restarting", pid, restarts["target"], why)}
-        if self._drafting:
-            there = self.status is not None and able and self.status.health == "ok"
-            why = "" if there else "decoding goes on without speculation"
-            pid = self._launcher.pid("draft")
-            parts["draft"] = PartState("ready" if there else "away", pid, restarts["draft"], why)
+        drafts = self.status.drafts if self.status and able else []
+        for replica, role in enumerate(self._launcher.drafts):
+            there = replica < len(drafts) and drafts[replica]
+            alone = "decoding goes on with fewer branches" if any(drafts) else "decoding goes on without speculation"
+            pid = self._launcher.pid(role)
+            parts[role] = PartState("ready" if there else "away", pid, restarts[role], "" if there else alone)
         return parts
 
     async def until_idle(self, grace: float) -> bool:

@@ -96,7 +96,7 @@ class Supervisor:
             parts[keeper.part.name] = PartState(keeper.state, keeper.part.pid, keeper.restarts.total, keeper.detail)
         if self._phase != "serving":
             status = self._phase
-        elif any(part.state != "ready" for name, part in parts.items() if name != "draft"):
+        elif any(part.state != "ready" for name, part in parts.items() if not name.startswith("draft")):
             status = "down"
         else:
             status = "ok" if all(part.state == "ready" for part in parts.values()) else "degraded"
@@ -122,12 +122,11 @@ class Supervisor:
             _log.info("ready: %s (%.1f s)", role, time.monotonic() - begin)
             self._changed()
 
-        roles = ("target", "draft") if self._drafting else ("target",)
-        self._started = {role: PartState("starting") for role in roles}
-        self._changed()
         self._launcher = Launcher(config, *self._engines, on_ready=ready, folder=Path(self._begin.folder))
+        self._started = {role: PartState("starting") for role in ("target", *self._launcher.drafts)}
+        self._changed()
         await stack.enter_async_context(self._launcher)
-        self._groups = Groups(self._launcher, drafting=self._drafting, on_change=self._changed)
+        self._groups = Groups(self._launcher, on_change=self._changed)
         try:
             async with asyncio.TaskGroup() as watchers:
                 watchers.create_task(self._groups.watch())
@@ -158,10 +157,6 @@ class Supervisor:
         stack.push_async_callback(end)
         _log.info("ready: %s (%.1f s)", part.name, await keeper.start())
         watchers.create_task(keeper.keep())
-
-    @property
-    def _drafting(self) -> bool:
-        return self._engines[1] is not None
 
     def _serving_parts(self, launcher: Launcher) -> list[Part]:
         engine, socket = self._engines[0], service_socket(launcher.runtime)

@@ -17,7 +17,7 @@ from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, uniform
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
-from saguaro.orchestrator.protocol import Hello, Round, decode
+from saguaro.orchestrator.protocol import Hello, decode
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget, Target
@@ -39,11 +39,13 @@ class PumpChannel:
         self.sent.append(data)
         self._requests.append(data)
 
-    def receive(self, timeout: float) -> bytes | None:
+    def pump(self) -> None:
+        """Let the speculator do all it has been asked for."""
         while self._requests and self.speculator:
-            message = decode(self._requests.popleft())
-            if isinstance(message.body, Round):
-                self.speculator.round(message.round, message.deployment, message.body.rows)
+            self.speculator.take(decode(self._requests.popleft()))
+
+    def receive(self, timeout: float) -> bytes | None:
+        self.pump()
         if len(self._answers) <= self.delay:
             return None
         return self._answers.popleft()
@@ -53,6 +55,11 @@ class PumpChannel:
 
     def forget_requests(self) -> None:
         self._requests.clear()
+
+    def forget(self) -> None:
+        """Whatever is on its way in either direction."""
+        self._requests.clear()
+        self._answers.clear()
 
     def answer(self, data: bytes) -> None:
         self._answers.append(data)
@@ -93,37 +100,56 @@ class Pair:
     draft_grammars: Grammars | None = None
     primary: Primary | None = None  # what drafts in place of the draft engine
     channel: PumpChannel = field(default_factory=PumpChannel)
+    more_drafts: Rows[Engine] = ()  # replicas of the draft, beside the first
 
     def __post_init__(self) -> None:
         self.target_pool = BlockPool(self.target.num_blocks, self.target.block_size)
         self.draft_pool = BlockPool(self.draft.num_blocks, self.draft.block_size)
+        replicas = 1 + len(self.more_drafts)
+        self.verifier = Verifier(
+            EngineTarget(self.target, self.rule) if hasattr(self.target, "forward") else self.target,
+            max_model_len=self.target.max_model_len,
+            budget=self.budget,
+            max_batch_tokens=self.max_batch_tokens,
+            replicas=replicas,
+        )
+        self.channels = [self.channel, *(PumpChannel() for _ in self.more_drafts)]
+        self.speculators = [self.start(replica) for replica in range(replicas)]
+        self.links = [self.connect(replica) for replica in range(replicas)]
+        self.speculator, self.link = self.speculators[0], self.links[0]
+        self._ids = 0
+
+    def start(self, replica: int) -> Speculator:
+        """A speculator with nothing in its KV pool, as number `replica`."""
+        draft = [self.draft, *self.more_drafts][replica]
+        channel = self.channels[replica]
+        channel.forget()
         drafter: Primary = self.primary or ModelDrafter(
-            self.draft,
+            draft,
             self.rule,
             self.policy,
             width=self.width,
             cache_aware=self.cache_aware,
             grammars=self.draft_grammars,
         )
-        hello = Hello("", self.draft.vocab_size, self.draft.max_model_len, self.draft.num_blocks, self.draft.block_size)
-        self.speculator = Speculator(
+        channel.speculator = Speculator(
             drafter,
-            _SpeculatorEnd(self.channel),
+            _SpeculatorEnd(channel),
             self.policy,
-            hello,
-            backup=backup_drafter(self.backup, drafter, self.rule, range(self.draft.vocab_size)),
-            estimators=self.estimators,
+            Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, draft.block_size),
+            backup=backup_drafter(self.backup, drafter, self.rule, range(draft.vocab_size)),
+            defer=self.backup == "defer",
+            estimators=Estimators() if replica else self.estimators,
+            replica=replica,
+            replicas=1 + len(self.more_drafts),
         )
-        self.channel.speculator = self.speculator
-        self.verifier = Verifier(
-            EngineTarget(self.target, self.rule) if hasattr(self.target, "forward") else self.target,
-            max_model_len=self.target.max_model_len,
-            budget=self.budget,
-            max_batch_tokens=self.max_batch_tokens,
-        )
-        self.link = DraftLink(self.channel, deployment=1, timeout=0)
-        self.verifier.attach(self.link, [])
-        self._ids = 0
+        return channel.speculator
+
+    def connect(self, replica: int, running: Rows[Sequence] = ()) -> DraftLink:
+        """A link to a speculator just started."""
+        link = DraftLink(self.channels[replica], deployment=1, timeout=0)
+        self.verifier.attach(link, running, replica)
+        return link
 
     def sequence(
         self, prompt: Rows[int], params: SamplingParams, mode: Mode = "ssd", lookahead: int | None = None
@@ -147,6 +173,7 @@ class Pair:
         """A round of all of them, for which the scheduler would have reserved the blocks."""
         for sequence in batch:
             sequence.target_table.grow(sequence.length)
+        self.verifier.regroup(batch)
         return self.verifier.step(batch)
 
     def finish(self, sequences: Rows[Sequence]) -> list[list[int]]:

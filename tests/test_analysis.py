@@ -171,6 +171,34 @@ def test_theorem_19() -> None:
     assert analysis.residual_hit_rate(target, target, 1) == 1
 
 
+def test_rows_that_sit_out() -> None:
+    """Two rows that hit half of the time, by hand: nobody sits out in half of the rounds, and one in the others."""
+    tokens = 0.5 * 4 + 0.5 * 2
+    expected = (1.5 / 2) * tokens / (1 + 0.5 * 0.25 * 0.8)
+    assert analysis.defer_speed_up(0.5, 4, 2, t_p=0.5, t_b=0.8, batch=2) == pytest.approx(expected)
+    for p_hit in (0.0, 0.3, 1.0):
+        alone = analysis.ssd_speed_up(p_hit, 4, 2, 1.3, 0.8, interrupt=False)
+        assert analysis.defer_speed_up(p_hit, 4, 2, 1.3, 0.8, batch=1) == pytest.approx(alone)
+    assert analysis.defer_speed_up(1, 4, 2, 0.5, 0.8, batch=64) == pytest.approx(4)
+    assert analysis.defer_speed_up(0, 4, 2, 0.5, 0.8, batch=8) == pytest.approx(2 / 1.8)  # all wait, every time
+
+
+@pytest.mark.parametrize(("p_hit", "batch"), [(0.8, 4), (0.3, 3), (0.6, 16)])
+def test_rows_that_sit_out_by_playing_it(p_hit: float, batch: int) -> None:
+    draw = random.Random(batch)
+    out: set[int] = set()
+    tokens = time = 0.0
+    for _ in range(40_000):
+        missing = {row for row in range(batch) if row not in out and draw.random() >= p_hit}
+        hits = batch - len(out) - len(missing)
+        if len(missing) == batch:
+            tokens, time, out = tokens + 2 * batch, time + 1.8, set()
+        else:
+            tokens, time, out = tokens + 4 * hits + 2 * len(out), time + 1, missing
+    expected = analysis.defer_speed_up(p_hit, 4, 2, t_p=0.5, t_b=0.8, batch=batch)
+    assert tokens / batch / time == pytest.approx(expected, rel=0.02)
+
+
 def test_leviathan() -> None:
     assert analysis.tokens_per_round(0.8, 5) == pytest.approx(3.68928)
     assert analysis.tokens_per_round(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))

@@ -22,7 +22,7 @@ from saguaro.errors import CapacityError
 from saguaro.orchestrator.protocol import Round, decode
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.sequence import Sequence
-from saguaro.orchestrator.types import Mode, SamplingParams
+from saguaro.orchestrator.types import Backup, Mode, SamplingParams
 from tiny_models import tiny_model
 
 ROWS = [[50, 20, 15, 10, 5], [5, 60, 15, 10, 10], [10, 10, 10, 30, 40], [25, 25, 20, 20, 10], [1, 2, 3, 4, 90]]
@@ -116,14 +116,17 @@ class Batching(RuleBasedStateMachine):
         draft_blocks=st.sampled_from([3, 20, 40, 90]),
         tokens=st.integers(1, 12),
         places=st.integers(1, 5),
+        backup=st.sampled_from(["primary", "defer"]),
     )
-    def begin(self, target_blocks: int, draft_blocks: int, tokens: int, places: int) -> None:
+    def begin(self, target_blocks: int, draft_blocks: int, tokens: int, places: int, backup: Backup) -> None:
         self.draft_blocks = draft_blocks
+        self.backup = backup
         self.loop = Loop(
             Pair(
                 scripted(blocks=target_blocks, max_model_len=40),
                 scripted(draft=True, blocks=draft_blocks),
                 max_batch_tokens=tokens,
+                backup=backup,
             ),
             max_sequences=places,
         )
@@ -181,7 +184,7 @@ class Batching(RuleBasedStateMachine):
     @rule()
     def replace_the_draft(self) -> None:
         pair = self.loop.pair
-        fresh = Pair(scripted(), scripted(draft=True, blocks=self.draft_blocks))
+        fresh = Pair(scripted(), scripted(draft=True, blocks=self.draft_blocks), backup=self.backup)
         fresh.speculator._channel = pair.speculator._channel
         pair.speculator = pair.channel.speculator = fresh.speculator
         pair.channel.forget_requests()  # what was on its way to the old one never reaches the new one

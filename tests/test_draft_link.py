@@ -10,7 +10,8 @@ import pytest
 from harness import Pair
 from saguaro.errors import LinkError, ProtocolError
 from saguaro.orchestrator.channels.inproc import inproc_pair
-from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.draft_link import NO_ANSWER, DraftLink
+from saguaro.orchestrator.draft_links import DraftLinks
 from saguaro.orchestrator.protocol import Answer, AnswerRow, Bye, Hello, Message, decode, encode
 from saguaro.orchestrator.types import SamplingParams, Speculation
 from test_round import pair
@@ -36,7 +37,7 @@ def test_an_answer_that_comes_twice_is_applied_once_and_counted() -> None:
     sequence = both.sequence([0, 1], PARAMS)
     assert both.finish([sequence])[0] == pair().run([0, 1], PARAMS, "ar")
     asked = [record for record in sequence.rounds if record.hit is not None]
-    assert both.link.counts.stale_answers == len(asked) - 1  # the last one is still under way
+    assert both.link.counts.stale_answers == len(asked)
     assert any(record.hit for record in asked)
 
 
@@ -97,6 +98,20 @@ def test_garbage_loses_the_link_not_the_request(caplog: pytest.LogCaptureFixture
     assert "announces" in caplog.text
 
 
+def test_a_speculator_that_goes_while_nothing_is_asked_is_missed() -> None:
+    near, far = inproc_pair()
+    far.send(encode(Message(0, 0, Hello("map", 5, 10, 4, 4))))
+    links = DraftLinks()
+    links.put(0, DraftLink(near, deployment=1, timeout=1))
+    assert links.regroup()
+    assert not links.regroup()
+    assert links.connected == [True]
+    far.close()
+    assert not links.regroup()
+    assert links.connected == [False]
+    assert links.hello is None
+
+
 def test_a_speculator_introduces_itself_or_is_refused() -> None:
     near, far = inproc_pair()
     with pytest.raises(LinkError, match="did not introduce itself within 0 s"):
@@ -109,7 +124,7 @@ def test_a_speculator_introduces_itself_or_is_refused() -> None:
     assert link.ready
     far.close()
     link.ask([])
-    assert link.answer() == ((), ())  # gone: said, not raised
+    assert link.answer() == NO_ANSWER  # gone: said, not raised
     assert link.lost
     assert not link.ready
     link.close()

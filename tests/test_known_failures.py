@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,13 +20,13 @@ from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import LinkError
 from saguaro.orchestrator.channels.inproc import InprocChannel, inproc_pair
 from saguaro.orchestrator.client import Client
-from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
+from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.fan_out_policy import Lists
 from saguaro.orchestrator.fan_out_policy import uniform as evenly
 from saguaro.orchestrator.kv_blocks import BlockPool
-from saguaro.orchestrator.protocol import DraftRow, Hello
+from saguaro.orchestrator.protocol import Hello, Round
 from saguaro.orchestrator.randomness import Purpose, uniform
 from saguaro.orchestrator.sampling import Candidates, Trial, draw_draft, propose, verify
 from saguaro.orchestrator.service import Service
@@ -108,13 +107,13 @@ class Failing(Speculator):
 
     rounds = 0
 
-    def round(self, number: int, deployment: int, rows: Sequence[DraftRow]) -> None:
+    def round(self, number: int, deployment: int, body: Round) -> None:
         self.rounds += 1
         if self.rounds == 7:
             if number % 2:
-                super().round(number, deployment, rows)
+                super().round(number, deployment, body)
             raise RuntimeError("the seventh round")
-        super().round(number, deployment, rows)
+        super().round(number, deployment, body)
 
 
 @in_loop
@@ -141,13 +140,13 @@ async def test_i21_requests_end_whatever_the_speculator_does(tmp_path: Path) -> 
                 failures.append(error)
             far.close()
 
-    def links() -> DraftLink | None:
-        return None if joining.empty() else DraftLink(joining.get(), deployment=1, timeout=20)
+    def links() -> tuple[int, DraftLink] | None:
+        return None if joining.empty() else (0, DraftLink(joining.get(), deployment=1, timeout=20))
 
     config = DeploymentConfig(
         "test",
         ModelConfig("none"),
-        ModelConfig("none"),
+        DraftConfig("none"),
         SpeculationConfig(lookahead=3),
         ServingConfig(max_sequences=8),
     )

@@ -285,6 +285,46 @@ async def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(
 
 
 @in_loop
+async def test_a_killed_replica_costs_hits_alone_and_comes_back(
+    store: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three replicas of the draft, one of which is killed while it works."""
+    path = find_deployment("tiny")
+    config = read_deployment(path)
+    assert config.draft
+    config = replace(config, draft=replace(config.draft, replicas=3))
+
+    def prepared(text: str) -> list[float]:
+        scrape = Scrape(text)
+        return [scrape.value("saguaro_branches_prepared_total", replica=str(n)) or 0.0 for n in range(3)]
+
+    async with Launcher(config, *build_engines(config, path, store)) as launcher:
+        assert (await launcher.client.status()).drafts == [True] * 3
+        whole = await stream(launcher)
+        assert min(prepared(await launcher.client.metrics())) > 0  # each has its share
+        victim = rank_pid("draft-1", launcher.runtime)
+        killed: list[int] = []
+
+        def kill(count: int) -> None:
+            if count > 50 and not killed:
+                os.kill(victim, signal.SIGKILL)
+                killed.append(count)
+
+        assert await stream(launcher, kill) == whole
+        assert killed
+        assert killed[0] < 290
+        status = await until(launcher, lambda status: status.health == "degraded")
+        assert (status.mode, status.drafts) == ("ssd", [True, False, True])
+        await until(launcher, lambda status: status.health == "ok")
+        before = prepared(await launcher.client.metrics())
+        assert await stream(launcher) == whole
+        after = prepared(await launcher.client.metrics())
+        assert all(now > then for now, then in zip(after, before, strict=True))
+        assert launcher.restarts == {"target": 0, "draft-0": 0, "draft-1": 1, "draft-2": 0}
+    assert "the draft-1 group ended with status" in caplog.text
+
+
+@in_loop
 async def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
     store: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:

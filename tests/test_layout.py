@@ -32,6 +32,7 @@ PURE_CORE = (
     "estimators",
     "measured_fan_out",
     "speculation_cache",
+    "shards",
     "kv_blocks",
     "protocol",
 )

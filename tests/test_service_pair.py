@@ -18,7 +18,7 @@ from harness import Pair
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.orchestrator.channels.inproc import inproc_pair
 from saguaro.orchestrator.client import Client
-from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
+from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.fan_out_policy import Lists, uniform
@@ -59,12 +59,12 @@ def serving(socket: Path) -> Iterator[None]:
     near, far = inproc_pair()
     hello = Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, draft.block_size)
     speculator = Speculator(ModelDrafter(draft, "coupled", Lists(uniform)), far, Lists(uniform), hello)
-    links = iter([DraftLink(near, deployment=1, timeout=20)])
+    links = iter([(0, DraftLink(near, deployment=1, timeout=20))])
     service = Service(
         DeploymentConfig(
             "test",
             ModelConfig("none"),
-            ModelConfig("none"),
+            DraftConfig("none"),
             SpeculationConfig(lookahead=3),
             ServingConfig(max_sequences=4, max_batch_tokens=12),
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from saguaro import cli
 from saguaro.orchestrator import analysis
-from saguaro.simulate import Pair, Setting, predict, sweeps
+from saguaro.simulate import Pair, Setting, each_backup, predict, sweeps
 
 PAIR = Pair(acceptance=0.8, draft_step=0.1)
 
@@ -37,7 +37,10 @@ def test_without_a_budget_ssd_is_sd() -> None:
 def test_the_backup_changes_with_the_batch() -> None:
     """Theorem 17, with a hit rate for each backup of its own: the crossing lies near its b*."""
     pair = replace(PAIR, draft_step=0.06, row_cost=0.0)
-    found = [predict(pair, Setting(budget=16, batch=b)) for b in range(1, 60)]
+    found = [
+        max((p for p in each_backup(pair, Setting(budget=16, batch=b)) if p.backup != "defer"), key=lambda p: p.ssd)
+        for b in range(1, 60)
+    ]
     backups = [prediction.backup for prediction in found]
     assert backups[0] == "primary"
     assert backups[-1] == "fast"
@@ -45,6 +48,17 @@ def test_the_backup_changes_with_the_batch() -> None:
     limit = found[0].critical_batch
     assert limit is not None
     assert 1 + backups.index("fast") == pytest.approx(limit, abs=1.5)
+
+
+def test_sitting_out_pays_where_drafting_is_long_and_guessing_hard() -> None:
+    """A quick draft is waited for; and where guesses mostly hit, a round of one token prepares the next as well."""
+    hard = Pair(acceptance=0.9, draft_step=0.15, row_cost=0.0, miss_scale=0.8, miss_exponent=0.3)
+    setting = Setting(lookahead=6, budget=3, batch=4)
+    assert predict(hard, setting).backup == "defer"
+    assert predict(hard, replace(setting, batch=1)).backup == "primary"  # there is nobody else
+    assert predict(replace(hard, draft_step=0.05), setting).backup == "primary"
+    assert predict(replace(hard, miss_scale=0.3), replace(setting, budget=16)).backup == "fast"
+    assert {p.backup for p in each_backup(hard, replace(setting, budget=0))} == {"primary", "fast"}
 
 
 def test_more_devices_guess_more_in_the_same_time() -> None:
@@ -67,6 +81,7 @@ def test_json_table_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     answer = json.loads(capsys.readouterr().out)
     assert answer["pair"]["acceptance"] == 0.9
     assert set(answer["sweeps"]) == {"lookahead", "budget", "batch", "devices"}
+    assert answer["prediction"] in answer["backups"].values()
     assert answer["prediction"] in answer["sweeps"]["lookahead"]  # 9 is none of the usual values
     assert "<svg" in figure.read_text()
     assert cli.main(["simulate"]) == 0

@@ -12,7 +12,14 @@ from harness import Pair
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import CapacityError, ConfigError, DrainingError
 from saguaro.orchestrator.collapse_alarm import CollapseAlarm
-from saguaro.orchestrator.config import DeploymentConfig, FanOutConfig, ModelConfig, ServingConfig, SpeculationConfig
+from saguaro.orchestrator.config import (
+    DeploymentConfig,
+    DraftConfig,
+    FanOutConfig,
+    ModelConfig,
+    ServingConfig,
+    SpeculationConfig,
+)
 from saguaro.orchestrator.histogram import Histogram
 from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.scheduler import Scheduler
@@ -33,7 +40,7 @@ class Rig:
         config = DeploymentConfig(
             "test",
             ModelConfig("none"),
-            ModelConfig("none"),
+            DraftConfig("none"),
             SpeculationConfig(lookahead=lookahead, fan_out=FanOutConfig(budget)),
             ServingConfig(max_queue=2),
         )
@@ -77,13 +84,17 @@ def test_counts_of_a_draft_that_is_always_right() -> None:
     assert rig['saguaro_lookups_total{after="hit",result="hit"}'] == 2
     assert [rig[f'saguaro_draft_tokens_total{{position="{p}"}}'] for p in (1, 2, 3)] == [3, 3, 3]
     assert [rig[f'saguaro_accepted_tokens_total{{position="{p}"}}'] for p in (1, 2, 3)] == [3, 3, 3]
-    assert rig["saguaro_branches_prepared_total"] == 12  # four beside each verification but the last: no answer since
+    assert (
+        rig['saguaro_branches_prepared_total{replica="0"}'] == 12
+    )  # four beside each verification but the last: no answer since
     assert rig["saguaro_branches_used_total"] == 3
     spans = {name: rig[f"saguaro_{name}_seconds_count"] for name in ("verify", "wait", "prepare", "backup")}
     assert spans == {"verify": 4, "wait": 3, "prepare": 3, "backup": 0}
     assert rig['saguaro_prefix_cache_queries_total{pool="target"}'] == 1
     rig.run((13, "ssd"))
-    assert rig["saguaro_branches_prepared_total"] == 28  # what the last round of the first run prepared is in it
+    assert (
+        rig['saguaro_branches_prepared_total{replica="0"}'] == 28
+    )  # what the last round of the first run prepared is in it
 
 
 def test_counts_of_a_draft_that_is_always_wrong_and_prepares_nothing() -> None:
@@ -95,8 +106,16 @@ def test_counts_of_a_draft_that_is_always_wrong_and_prepares_nothing() -> None:
     assert rig['saguaro_acceptance_length_sum{speculation="none"}'] == 1
     assert [rig[f'saguaro_draft_tokens_total{{position="{p}"}}'] for p in (1, 2, 3)] == [2, 1, 0]
     assert [rig[f'saguaro_accepted_tokens_total{{position="{p}"}}'] for p in (1, 2, 3)] == [0, 0, 0]
-    assert (rig["saguaro_branches_prepared_total"], rig["saguaro_branches_used_total"]) == (0, 0)
+    assert (rig['saguaro_branches_prepared_total{replica="0"}'], rig["saguaro_branches_used_total"]) == (0, 0)
     assert rig["saguaro_backup_seconds_count"] == 2
+
+
+def test_rounds_that_sequences_sat_out_are_counted_and_nothing_else_of_them() -> None:
+    rig = Rig()
+    sequence = rig.pair.sequence([0], SamplingParams())
+    rig.telemetry.round([sequence], RoundResult([[]], (Span("deferred", 0, 5, (sequence.id,)),), deferred=1))
+    assert rig["saguaro_deferred_rows_total"] == 1
+    assert rig['saguaro_acceptance_length_count{speculation="none"}'] == 0
 
 
 def test_a_batch_of_all_modes_is_told_apart() -> None:
@@ -140,10 +159,13 @@ def test_counts_of_a_link_outlive_it() -> None:
     rig = Rig()
     rig.pair.channel.delay = 9
     rig.run((5, "ssd"))
-    assert rig["saguaro_draft_timeouts_total"] == 1
-    rig.telemetry.draft_connected(rig.pair.link)
-    rig.pair.verifier.link = None
-    assert (rig["saguaro_draft_timeouts_total"], rig["saguaro_draft_connections_total"]) == (1, 1)
+    assert rig['saguaro_draft_timeouts_total{replica="0"}'] == 1
+    rig.telemetry.draft_connected()
+    rig.pair.channel.delay = 0
+    rig.pair.start(0)
+    rig.pair.connect(0)
+    assert rig['saguaro_draft_timeouts_total{replica="0"}'] == 1
+    assert rig["saguaro_draft_connections_total"] == 1
 
 
 def test_time_in_which_the_speculator_does_not_work_is_idle_and_a_rogue_span_is_ignored() -> None:
@@ -160,7 +182,7 @@ def test_time_in_which_the_speculator_does_not_work_is_idle_and_a_rogue_span_is_
     rig.telemetry.round([], RoundResult([], spans))
     assert rig["saguaro_speculator_idle_seconds_total"] == pytest.approx(0.05)
     assert rig["saguaro_backup_seconds_sum"] == 0
-    rig.telemetry.draft_connected(None)  # another one: what went on before is not its idleness
+    rig.telemetry.draft_connected()  # another one: what went on before is not its idleness
     rig.telemetry.round([], RoundResult([], (Span("wait", 0, 30 * millisecond), Span("prepare", 0, 20 * millisecond))))
     assert rig["saguaro_speculator_idle_seconds_total"] == pytest.approx(0.06)
 
@@ -235,3 +257,12 @@ def test_a_draft_that_never_helps_sets_the_alarm_and_one_that_does_not_speculate
     plain.run((60, "ar"), (60, "ar"))
     assert rig["saguaro_acceptance_collapsed"] == 1
     assert plain["saguaro_acceptance_collapsed"] == 0
+
+
+def test_of_several_speculators_the_busiest_says_what_is_idle() -> None:
+    rig = Rig()
+    rig.telemetry.round([], RoundResult([], (Span("verify", 0, 10**8),)))
+    worked = (Span("prepare", 0, 6 * 10**7, replica=0), Span("prepare", 0, 8 * 10**7, replica=1))
+    rig.telemetry.round([], RoundResult([], worked))
+    assert rig["saguaro_speculator_idle_seconds_total"] == pytest.approx(0.02)
+    assert rig["saguaro_prepare_seconds_count"] == 2

@@ -1,7 +1,7 @@
 """Two MPI jobs joined by connect/accept, so that either can die without taking the other along.
 
-The verifier listens and leaves its port name in a rendezvous directory. A speculator that is ready to work says so
-there and connects; the verifier then accepts, so that nobody blocks in `accept` for a peer that is still loading.
+The verifier listens and leaves a port for each speculator in a rendezvous directory. A speculator that is ready to work
+says so there and connects; the verifier then accepts, so that nobody blocks in `accept` for one that is still loading.
 Waiting never spins: an MPI probe, then a sleep that grows with the time already waited.
 
 MPI_Finalize and MPI_Comm_disconnect are collective over connected jobs and would hang on a dead peer, so neither is
@@ -32,8 +32,6 @@ _TAG = 1
 _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
 _LONGEST_SLEEP = 0.002  # seconds
-_PORT_FILE = "target.port"
-_READY_FILE = "draft.ready"
 
 
 def place() -> tuple[int, int]:
@@ -152,14 +150,15 @@ class MpiChannel:
 
 
 class Listener:
-    """The verifier's side: one speculator at a time, as often as one comes."""
+    """The verifier's side: one speculator of this name at a time, as often as one comes."""
 
-    def __init__(self, rendezvous: Path) -> None:
-        self._ready = rendezvous / _READY_FILE
+    def __init__(self, rendezvous: Path, name: str = "draft") -> None:
+        self._ready = rendezvous / f"{name}.ready"
         self._port = MPI.Open_port()
+        self._self = MPI.COMM_SELF.Dup()  # its own, because several listeners may be accepting at a time
         self._accepting: threading.Thread | None = None
         self._accepted: deque[MpiChannel] = deque()
-        _write(rendezvous / _PORT_FILE, {"port": self._port})
+        _write(rendezvous / f"{name}.port", {"port": self._port})
 
     def poll(self) -> MpiChannel | None:
         """A newly connected speculator, if there is one. Never waits."""
@@ -175,19 +174,19 @@ class Listener:
         return None
 
     def _accept(self, peer: dict[str, Any]) -> None:
-        self._accepted.append(MpiChannel(MPI.COMM_SELF.Accept(self._port), peer))
+        self._accepted.append(MpiChannel(self._self.Accept(self._port), peer))
 
 
-def connect(rendezvous: Path, timeout: float) -> MpiChannel:
-    """The speculator's side. Raises LinkError when no verifier listens within `timeout` seconds."""
+def connect(rendezvous: Path, timeout: float, name: str = "draft") -> MpiChannel:
+    """The side of the speculator of this name. Raises LinkError when no verifier listens within `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    port_file = rendezvous / _PORT_FILE
+    port_file = rendezvous / f"{name}.port"
     while not port_file.exists():
         if time.monotonic() > deadline:
             raise LinkError(f"no target group opened a port in {rendezvous} within {timeout:.0f} s")
         time.sleep(0.02)
     peer = json.loads(port_file.read_text())
-    _write(rendezvous / _READY_FILE, {})
+    _write(rendezvous / f"{name}.ready", {})
     try:
         return MpiChannel(MPI.COMM_SELF.Connect(peer["port"]), peer)
     except MPI.Exception as error:

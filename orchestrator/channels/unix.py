@@ -21,7 +21,6 @@ _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _MAX_MESSAGE = 256 * 2**20  # bytes; checked before anything is allocated
 _HEADER = 8  # bytes: the length of the message, least significant byte first
 _FLUSH = 1.0  # seconds to hand out what the peer is still taking
-_SOCKET = "draft.sock"
 
 
 class UnixChannel:
@@ -112,10 +111,10 @@ class UnixChannel:
 
 
 class Listener:
-    """The verifier's side: a speculator whenever one comes."""
+    """The verifier's side: a speculator of this name whenever one comes."""
 
-    def __init__(self, rendezvous: Path) -> None:
-        path = rendezvous / _SOCKET
+    def __init__(self, rendezvous: Path, name: str = "draft") -> None:
+        path = rendezvous / f"{name}.sock"
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
@@ -130,13 +129,13 @@ class Listener:
             return None
 
 
-def connect(rendezvous: Path, timeout: float) -> UnixChannel:
-    """The speculator's side. Raises LinkError when no verifier listens within `timeout` seconds."""
+def connect(rendezvous: Path, timeout: float, name: str = "draft") -> UnixChannel:
+    """The side of the speculator of this name. Raises LinkError when no verifier listens within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     connection = socket.socket(socket.AF_UNIX)
     while True:
         try:
-            connection.connect(str(rendezvous / _SOCKET))
+            connection.connect(str(rendezvous / f"{name}.sock"))
             return UnixChannel(connection)
         except (FileNotFoundError, ConnectionRefusedError):  # it is loading yet
             if time.monotonic() > deadline:

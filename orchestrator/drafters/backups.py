@@ -23,7 +23,7 @@ class Primary(Drafter, Protocol):
 def backup_drafter(name: Backup, primary: Primary, rule: Rule, tokens: Sequence[int]) -> Drafter:
     """`tokens`: the ordinary ones of the tokenizer, neither special nor padding."""
     match name:
-        case "primary":
+        case "primary" | "defer":  # they differ in when it drafts
             return primary
         case "ngram":
             return NgramDrafter(primary.memory)
