@@ -259,5 +259,5 @@ def test_cores_are_shared_out(
     assert [groups[role].members[0].cores for role in list(groups)[1:]] == expected
     if named:
         monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0, 1})
-        with pytest.raises(LaunchError, match=r"draft-1.cores is \[3, 4\], but"):
+        with pytest.raises(LaunchError, match=r"draft-0.cores is \[1, 2\], but"):
             launch.plan_groups(config, Path(), Path())
