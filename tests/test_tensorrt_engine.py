@@ -344,7 +344,7 @@ def build(directory: Path, dtype: Any = "float32", capability: str = "9.0", **op
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt, "Builder", Builder)
     monkeypatch.setattr(trt, "Runtime", Runtime)
-    monkeypatch.setattr(runtime, "Cuda", Stream)
+    monkeypatch.setattr(runtime, "Cuda", lambda device: Stream(device=device or torch.device("cpu")))
 
 
 def load(directory: Path, **options: Any) -> Any:
@@ -356,7 +356,7 @@ def test_a_built_engine_is_loaded_and_computes_what_the_pytorch_engine_does(tmp_
     from saguaro.build.pytorch import PytorchBuild
 
     directory = build(tmp_path)
-    engine = load(directory)
+    engine = load(directory, group=None, device=torch.device("cpu"))  # as a rank does
     assert (engine.vocab_size, engine.max_model_len, engine.block_size, engine.num_blocks) == (300, 64, 4, 60)
     assert (tmp_path / "timings" / f"tensorrt-{trt.__version__}-9.0.cache").read_bytes() == b"times"
     manifest = Manifest.load(directory)
@@ -553,6 +553,7 @@ def test_the_stream_is_in_order_with_the_callers(monkeypatch: pytest.MonkeyPatch
     log.attach_mock(captured.return_value.__enter__, "begin")
     log.attach_mock(captured.return_value.__exit__, "end")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", log.set_device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
@@ -561,10 +562,11 @@ def test_the_stream_is_in_order_with_the_callers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "graph", captured)
     cuda = Cuda()
     assert (str(cuda.device), cuda.capability) == ("cuda:1", "9.0")
+    log.set_device.assert_called_once_with(cuda.device)
     with cuda.on_stream():
         replay = cuda.capture(log.enqueue)
     names = [name for name, _, _ in log.mock_calls]
-    assert names == ["own_waits_for", "begin", "enqueue", "end", "caller_waits_for"]
+    assert names == ["set_device", "own_waits_for", "begin", "enqueue", "end", "caller_waits_for"]
     assert captured.call_args.kwargs == {"stream": own}
     own.wait_stream.assert_called_once_with(caller)
     caller.wait_stream.assert_called_once_with(own)

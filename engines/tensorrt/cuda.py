@@ -13,10 +13,14 @@ from torch import Tensor
 
 
 class Cuda:
-    """The current device and a stream of its own: TensorRT is slow on the default stream, which cannot be captured."""
+    """A device, the current one if not given, and a stream: TensorRT is slow on the default one, which no graph takes.
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    The device becomes the current one, which is where TensorRT puts an engine.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(self.device)
         self._stream = torch.cuda.Stream(self.device)
 
     @property

@@ -75,9 +75,15 @@ class TensorrtEngine:
 
     @classmethod
     def load(
-        cls, directory: Path, *, block_size: int, num_blocks: int, group: TensorParallel | None = None
+        cls,
+        directory: Path,
+        *,
+        block_size: int,
+        num_blocks: int,
+        group: TensorParallel | None = None,
+        device: torch.device | None = None,
     ) -> TensorrtEngine:
-        """The engine of a directory built by `saguaro build`, on the current CUDA device.
+        """The engine of a directory built by `saguaro build`, on a CUDA device: the current one if not given.
 
         Raises EngineError or CapacityError when it cannot be run here.
         """
@@ -90,7 +96,7 @@ class TensorrtEngine:
                 f"{directory}: was compiled by TensorRT {built}, but {trt.__version__} is installed, which cannot read "
                 "it. Build it again with this version."
             )
-        cuda = Cuda()
+        cuda = Cuda(device)
         if manifest.device != cuda.capability:
             raise EngineError(
                 f"{directory}: was compiled for devices of compute capability {manifest.device}, but {cuda.device} has "

@@ -116,7 +116,7 @@ def stand_ins() -> Iterator[None]:
         for module, name, stand_in in (
             (trt, "Builder", Builder),
             (trt, "Runtime", Runtime),
-            (engine, "Cuda", Stream),
+            (engine, "Cuda", lambda device: Stream()),
             (build, "Cuda", Stream),
             (torch.cuda, "is_available", lambda: True),
         ):
