@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,10 @@ from saguaro.engines.kv_pool import available_memory
 from saguaro.engines.manifest import EngineName, Manifest, compare_token_maps
 from saguaro.errors import ConfigError, ModelError, SaguaroError
 from saguaro.llm import find_recipes
-from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
+from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig
 from saguaro.orchestrator.nvml import GpuNode
-from saguaro.orchestrator.placement import Demand, place
-from saguaro.orchestrator.plan import GroupPlan
+from saguaro.orchestrator.placement import Demand, place, replica_of
+from saguaro.orchestrator.plan import GroupPlan, draft_roles
 
 # What CUDA and NCCL take of a GPU that PyTorch computes on; nobody has measured it here.
 _OVERHEAD = int(1.5 * 2**30)
@@ -122,6 +122,7 @@ def _packages(role: str, engine: EngineName) -> list[Check]:
 
 def placement(parts: Mapping[str, Part], node: GpuNode | None) -> list[Check]:
     """Where each rank would go, and whether it fits there."""
+    parts = dict(_groups(parts))
     demands = {role: part.demand for role, part in parts.items()}
     on_gpus = {role for role, demand in demands.items() if demand.on_gpus}
     if on_gpus and node is None:
@@ -143,6 +144,16 @@ def placement(parts: Mapping[str, Part], node: GpuNode | None) -> list[Check]:
         )
     on_cpu = {role: part for role, part in parts.items() if role not in on_gpus}
     return checks + _fits_cpu(on_cpu, plans, memory, cores)
+
+
+def _groups(parts: Mapping[str, Part]) -> Iterator[tuple[str, Part]]:
+    """A part for each group of ranks: the target, and every replica of the draft."""
+    for role, part in parts.items():
+        if isinstance(part.model, DraftConfig):
+            for replica, name in enumerate(draft_roles(part.model.replicas)):
+                yield name, replace(part, model=replica_of(part.model, replica))
+        else:
+            yield role, part
 
 
 def _ranks(role: str, plan: GroupPlan) -> Check:

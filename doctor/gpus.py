@@ -185,7 +185,7 @@ def _draft_links(node: GpuNode, role: str, plan: GroupPlan, target: GroupPlan) -
     elsewhere = [gpu.index for gpu in node.gpus if _would_link(node, gpu, plan, target)]
     remedy = (
         f"set {role}.devices to [{elsewhere[0]}]"
-        if elsewhere and len(plan.devices) == 1
+        if elsewhere and len(plan.devices) == 1 and role == "draft"
         else ("only tokens pass between the two, through host memory, so it runs at nearly full speed")
     )
     return [Check(f"{role} NVLink", "warning", f"none between GPU {_numbers(apart)} and the target's", remedy)]

@@ -31,10 +31,10 @@ from saguaro.engines.manifest import Manifest, compare_token_maps
 from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
-from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig
+from saguaro.orchestrator.config import DeploymentConfig, ModelConfig
 from saguaro.orchestrator.mpi_command import Mpi, find_mpi
 from saguaro.orchestrator.nvml import read_node
-from saguaro.orchestrator.placement import Demand, place, share_of
+from saguaro.orchestrator.placement import Demand, place, replica_of
 from saguaro.orchestrator.plan import (
     GroupPlan,
     LaunchPlan,
@@ -333,7 +333,7 @@ def plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> d
     if config.draft and draft:
         whole = _demand(config.draft, draft)
         for replica, role in enumerate(draft_roles(config.draft.replicas)):
-            demands[role] = replace(whole, model=_part(config.draft, replica))
+            demands[role] = replace(whole, model=replica_of(config.draft, replica))
     node = read_node() if any(demand.on_gpus for demand in demands.values()) else None
     return place(demands, sorted(os.sched_getaffinity(0)), node, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -341,13 +341,3 @@ def plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> d
 def _demand(model: ModelConfig, engine: Path) -> Demand:
     manifest = Manifest.load(engine)
     return Demand(model, manifest.engine, manifest.tp, str(engine.resolve()))
-
-
-def _part(model: DraftConfig, replica: int) -> DraftConfig:
-    """What one replica may use of the cores and GPUs that are named for all of them."""
-    cores, devices, count = model.cores, model.devices, model.replicas
-    return replace(
-        model,
-        cores=share_of(cores, replica, count) if cores else None,
-        devices=share_of(devices, replica, count) if isinstance(devices, tuple) else devices,
-    )

@@ -13,7 +13,7 @@ from itertools import combinations
 
 from saguaro.engines.manifest import EngineName
 from saguaro.errors import LaunchError
-from saguaro.orchestrator.config import ModelConfig
+from saguaro.orchestrator.config import DraftConfig, ModelConfig
 from saguaro.orchestrator.nvml import Gpu, GpuNode
 from saguaro.orchestrator.plan import GroupPlan, RankPlan
 
@@ -82,6 +82,16 @@ def place(
     if devices and node is not None:
         plans |= _gpu_groups(on_gpus, devices, node, free())
     return {role: plans[role] for role in demands}
+
+
+def replica_of(model: DraftConfig, replica: int) -> DraftConfig:
+    """What one replica may use of the cores and GPUs that are named for all of them."""
+    cores, devices, count = model.cores, model.devices, model.replicas
+    return replace(
+        model,
+        cores=share_of(cores, replica, count) if cores else None,
+        devices=share_of(devices, replica, count) if isinstance(devices, tuple) else devices,
+    )
 
 
 def visible_gpus(node: GpuNode, visible: str | None) -> tuple[Gpu, ...]:

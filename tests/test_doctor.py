@@ -24,7 +24,7 @@ from saguaro.doctor.report import Check, Report, Section, size
 from saguaro.engines.manifest import FORMAT, EngineName, Manifest
 from saguaro.engines.pytorch import memory_needed
 from saguaro.errors import ConfigError, LaunchError
-from saguaro.orchestrator.config import ModelConfig, ServingConfig
+from saguaro.orchestrator.config import DraftConfig, ModelConfig, ServingConfig
 from saguaro.orchestrator.mpi_command import Mpi
 from saguaro.orchestrator.nvml import read_node
 
@@ -91,6 +91,18 @@ def test_a_draft_gpu_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path:
     assert level == "warning"
     assert remedy.startswith("only tokens pass between the two")  # there is no better one
     assert found(placed(llama, hgx()), "draft NVLink") == [("ok", "GPU 4 reaches the target's", "")]
+
+
+def test_every_replica_of_the_draft_is_placed(llama: dict[str, Part]) -> None:
+    model = DraftConfig("llama-3.2-1b-h100", kv_tokens=65536, replicas=3, devices=(7, 5, 6))
+    checks = placed(llama | {"draft": replace(llama["draft"], model=model)}, hgx())
+    assert [found(checks, f"draft-{replica} ranks")[0][1][:12] for replica in range(3)] == [
+        "rank 0 GPU 7",
+        "rank 0 GPU 5",
+        "rank 0 GPU 6",
+    ]
+    assert all(found(checks, f"GPU {index} memory") for index in range(8) if index != 4)
+    assert {check.level for check in checks} == {"ok"}
 
 
 def test_a_target_without_nvlink_is_flagged(llama: dict[str, Part], tmp_path: Path) -> None:
