@@ -377,6 +377,25 @@ def test_greedy_tokens_equal_the_engines(tmp_path: Path, llama_engines: tuple[Py
     assert accepted > 1, "speculation did not shorten anything"
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+def test_both_compiled_engines_emit_what_the_pytorch_engine_does(
+    tmp_path: Path, llama_engines: tuple[PytorchEngine, ...]
+) -> None:
+    """The target on the Executor, the draft's TensorRT network evaluated on the CPU; greedy, both speculating."""
+    pytest.importorskip("triton", reason="the kernel language comes with the extra `kernels`")
+    from tensorrt_runtime import engine_of as tensorrt_engine
+
+    _, oracle, draft = llama_engines
+    params = SamplingParams(temperature=0, max_tokens=10)
+    target = ExecutorTarget(session_of(tmp_path, fake.EngineModel(oracle, 12), 500, 12))
+    pair = Pair(target, tensorrt_engine(llama(0.1)), rule="ratio", lookahead=2, budget=3)
+    sequence = pair.sequence([7, 14, 21], params)
+    (found,) = pair.finish([sequence])
+    assert found == Pair(engine_of(llama()), draft).run([7, 14, 21], params, "ar")
+    assert any(record.accepted for record in sequence.rounds)
+    assert any(record.hit for record in sequence.rounds)
+
+
 def test_the_last_place_of_the_context(tmp_path: Path) -> None:
     """A prompt of max_model_len - 1, max_tokens 1, and a text that reaches the end in full rounds."""
     target = table_target(tmp_path)
