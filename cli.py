@@ -398,7 +398,7 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--deployment", default="qwen-coder-cpu", metavar="FILE", help="a .yaml file or a shipped name"
     )
-    decoding.add_argument("--mode", choices=("ar", "sd", "ssd"), help="instead of the deployment's")
+    decoding.add_argument("--mode", choices=("ar", "sd", "ssd", "auto"), help="instead of the deployment's")
     decoding.add_argument("--lookahead", type=int, metavar="K", help="draft tokens per speculation")
     decoding.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     decoding.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off (default)")

@@ -28,7 +28,7 @@ from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.prompts import Prompt, encode_prompt
 from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.service_protocol import Status
-from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
+from saguaro.orchestrator.types import Auto, FinishReason, Mode, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from saguaro.build.recipe import Recipe
@@ -71,7 +71,7 @@ class LLM:
         self,
         deployment: str | DeploymentConfig = "qwen-coder-cpu",
         *,
-        mode: Mode | None = None,
+        mode: Mode | Auto | None = None,
         lookahead: int | None = None,
         store: Path | None = None,
     ) -> None:
@@ -234,7 +234,7 @@ def find_recipes(config: DeploymentConfig, path: Path) -> dict[str, Recipe]:
     }
 
 
-def _with_overrides(config: DeploymentConfig, mode: Mode | None, lookahead: int | None) -> DeploymentConfig:
+def _with_overrides(config: DeploymentConfig, mode: Mode | Auto | None, lookahead: int | None) -> DeploymentConfig:
     speculation = config.speculation
     if mode is not None:
         speculation = replace(speculation, mode=mode)

@@ -66,7 +66,7 @@ def bench(
     if quick:
         wanted |= _QUICK
     texts = {"prompts": read_prompts(prompts)} if prompts else prompts_by_kind(1 if quick else None)
-    plan = SpeedPlan(texts, config.speculation.lookahead, **wanted)
+    plan = SpeedPlan(texts, config.speculation.max_lookahead, **wanted)
     console = Console(stderr=True)
     with ExitStack() as stack:
         line = stack.enter_context(console.status("starting the deployment"))
@@ -164,7 +164,7 @@ def _placed(config: DeploymentConfig, placement: Placement, plan: SpeedPlan, pat
         config,
         target=model(config.target),
         draft=model(config.draft) if config.draft else None,
-        speculation=replace(config.speculation, lookahead=lookahead),
+        speculation=replace(config.speculation, mode=config.speculation.limit, lookahead=lookahead),
         serving=replace(config.serving, max_sequences=max(config.serving.max_sequences, *plan.batches)),
     )
 

@@ -56,7 +56,11 @@ class Top:
             "status": health.get("status"),
             "parts": health.get("parts", {}),
             "mode": modes[0] if modes else None,
+            "mode_reason": health.get("mode_reason"),
             "lookahead": level("lookahead"),
+            "backup": next(
+                (dict(labels)["backup"] for labels, value in scrape.series("saguaro_backup") if value), None
+            ),
             "fan_out": [round(value) for _, value in scrape.series("saguaro_fan_out")],
             "streams": level("requests_running"),
             "waiting": level("requests_waiting"),
@@ -134,8 +138,9 @@ def render(frame: dict[str, Any]) -> RenderableType:
         (str(frame["deployment"] or frame["url"]), "bold"),
         "  ",
         (str(status), _COLOURS.get(status, "red")),
-        f"  mode {_text(frame['mode'])}  lookahead {_text(frame['lookahead'])}"
-        f"  fan-out {' '.join(map(str, frame['fan_out'])) or '-'}",
+        f"  mode {_text(frame['mode'])}{f' ({why})' if (why := frame['mode_reason']) else ''}"
+        f"  lookahead {_text(frame['lookahead'])}"
+        f"  fan-out {' '.join(map(str, frame['fan_out'])) or '-'}  backup {_text(frame['backup'])}",
     )
     load = Text(
         f"streams {_text(frame['streams'])}  waiting {_text(frame['waiting'])} of {_text(frame['queue_limit'])}"

@@ -13,12 +13,15 @@ from saguaro.orchestrator import fan_out_policy
 from saguaro.orchestrator.estimators import Estimators, Prior
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, MissCurve
 from saguaro.orchestrator.measured_fan_out import MeasuredFanOut
-from saguaro.orchestrator.types import Backup, Mode, Rule
+from saguaro.orchestrator.types import Auto, Backup, Mode, Rule
 from saguaro.plugins.fan_out import FanOut
 
 MAX_LOOKAHEAD = 32
 MAX_BUDGET = 512
 MAX_REPLICAS = 64
+_AUTO_LOOKAHEADS = tuple(range(1, 17))
+_AUTO_BUDGETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
+_AUTO_BACKUPS: tuple[Backup, ...] = ("primary", "suffix", "ngram", "none")
 
 
 def _check(valid: bool, key: str, value: object, limit: str) -> None:
@@ -86,10 +89,11 @@ class FanOutConfig:
     """How `budget` branches are spread over the acceptance lengths of a speculation.
 
     `uniform`: evenly. `geometric`: the best list for the acceptance and miss curve stated here (Theorem 12).
-    `auto`: starts from that list and follows what is measured. Or a hand-written list F_0 … F_K in `counts`.
+    `auto`: starts from that list and follows what is measured. Or a hand-written list F_0 … F_K in `counts`. The budget
+    `auto` is the largest whose branches are done before the verification is.
     """
 
-    budget: int = 8
+    budget: int | Auto = 8
     counts: tuple[int, ...] | None = None
     counts_after_miss: tuple[int, ...] | None = None  # None: the same list
     policy: Literal["uniform", "geometric", "auto"] | None = None  # None: the list in `counts`, or else `auto`
@@ -99,7 +103,9 @@ class FanOutConfig:
     miss_exponent: float = 0.6  # r
 
     def __post_init__(self) -> None:
-        _check(0 <= self.budget <= MAX_BUDGET, "budget", self.budget, f"between 0 and {MAX_BUDGET} branches")
+        fits = self.budget == "auto" or 0 <= self.budget <= MAX_BUDGET
+        _check(fits, "budget", self.budget, f"`auto`, or between 0 and {MAX_BUDGET} branches")
+        _check(self.budget != "auto" or self.counts is None, "budget", self.budget, "a number beside `counts`")
         for name in ("counts", "counts_after_miss"):
             counts = getattr(self, name)
             if counts is not None:
@@ -121,38 +127,73 @@ class FanOutConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    mode: Mode = "ssd"
-    lookahead: int = 4
+    mode: Mode | Auto = "ssd"  # `auto`: whichever is measured to emit most per second
+    lookahead: int | Auto = 4
     fan_out: FanOutConfig = field(default_factory=FanOutConfig)
     rule: Rule = "coupled"
-    backup: Backup = "primary"  # what drafts after a miss
+    backup: Backup | Auto = "primary"  # what drafts after a miss
+    min_confidence: float = 0.0  # a speculation ends where the draft's best token is less probable than this; 0 is off
     width: int = 64  # candidates per draft row at temperature > 0; under `ratio` the support of q
     cache_aware: float = 1.0  # C of σ_{F,C} (paper, 4.2.1); 1 is off
     deterministic: bool = False  # the target's logits depend neither on K nor on what else is in the batch
     deadline_ms: int = 5000  # how long a round waits for the draft before it goes on without
 
     def __post_init__(self) -> None:
-        _check(1 <= self.lookahead <= MAX_LOOKAHEAD, "lookahead", self.lookahead, f"between 1 and {MAX_LOOKAHEAD}")
+        fits = self.lookahead == "auto" or 1 <= self.lookahead <= MAX_LOOKAHEAD
+        _check(fits, "lookahead", self.lookahead, f"`auto`, or between 1 and {MAX_LOOKAHEAD}")
+        written = self.fan_out.counts is not None
+        _check(self.lookahead != "auto" or not written, "lookahead", self.lookahead, "a number beside `fan_out.counts`")
+        _check(0 <= self.min_confidence < 1, "min_confidence", self.min_confidence, "0 (off) or below 1")
         _check(1 <= self.width <= 1024, "width", self.width, "between 1 and 1024")
         _check(0 < self.cache_aware <= 1, "cache_aware", self.cache_aware, "above 0 and at most 1 (off)")
         _check(self.deadline_ms >= 1, "deadline_ms", self.deadline_ms, "at least 1")
 
     @property
-    def budget(self) -> int:
-        """The most branches ΣF_k prepared for one sequence."""
+    def limit(self) -> Mode:
+        """The most that a request may ask for."""
+        return "ssd" if self.mode == "auto" else self.mode
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether anything is chosen by what is measured."""
+        return "auto" in (self.mode, self.lookahead, self.fan_out.budget, self.backup)
+
+    @property
+    def lookaheads(self) -> tuple[int, ...]:
+        """Those that rounds may have."""
+        return _AUTO_LOOKAHEADS if self.lookahead == "auto" else (self.lookahead,)
+
+    @property
+    def max_lookahead(self) -> int:
+        return max(self.lookaheads)
+
+    def budgets(self, most: int = MAX_BUDGET) -> tuple[int, ...]:
+        """The branches ΣF_k that may be prepared for one sequence, in rising order; `auto` takes `most` at most."""
         lists = [counts for counts in (self.fan_out.counts, self.fan_out.counts_after_miss) if counts]
-        if not lists:
-            return self.fan_out.budget
-        return max(fan_out_policy.fixed(counts, self.lookahead).branches for counts in lists)
+        if lists:
+            return (max(fan_out_policy.fixed(counts, self.max_lookahead).branches for counts in lists),)
+        if self.fan_out.budget == "auto":
+            return tuple(budget for budget in _AUTO_BUDGETS if budget <= max(1, most))
+        return (self.fan_out.budget,)
+
+    @property
+    def backups(self) -> tuple[Backup, ...]:
+        """Those that may draft after a miss."""
+        return _AUTO_BACKUPS if self.backup == "auto" else (self.backup,)
+
+    def prior_after(self, backup: Backup) -> float:
+        """Acceptance of a backup's tokens before anything is measured."""
+        fan_out = self.fan_out
+        if fan_out.acceptance_after_miss is not None:
+            return fan_out.acceptance_after_miss
+        return _BACKUP_ACCEPTANCE.get(backup, fan_out.acceptance)
 
     @property
     def prior(self) -> Prior:
         """What the policies `geometric` and `auto` assume before anything is measured."""
         fan_out = self.fan_out
-        after_miss = fan_out.acceptance_after_miss
-        if after_miss is None:
-            after_miss = _BACKUP_ACCEPTANCE.get(self.backup, fan_out.acceptance)
-        return Prior(fan_out.acceptance, after_miss, MissCurve(fan_out.miss_scale, fan_out.miss_exponent))
+        curve = MissCurve(fan_out.miss_scale, fan_out.miss_exponent)
+        return Prior(fan_out.acceptance, self.prior_after(self.backups[0]), curve)
 
     def policy(self, estimators: Estimators) -> FanOutPolicy:
         """The policy a speculator follows; `auto` learns from `estimators`."""
@@ -223,6 +264,13 @@ class DeploymentConfig:
     def replicas(self) -> int:
         """Of the draft, as many as are to run."""
         return self.draft.replicas if self.draft and self.speculation.mode != "ar" else 0
+
+    @property
+    def max_budget(self) -> int:
+        """The most branches `budget: auto` prepares for a sequence: half of the draft's KV pool holds those of all."""
+        if self.draft is None:
+            return 0
+        return self.draft.kv_tokens // (2 * self.serving.max_sequences * self.speculation.max_lookahead)
 
 
 def shipped_deployments() -> list[str]:

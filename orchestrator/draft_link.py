@@ -25,6 +25,7 @@ from saguaro.orchestrator.protocol import (
     decode,
     encode,
 )
+from saguaro.orchestrator.types import Backup
 
 _log = logging.getLogger(__name__)
 NO_ANSWER = Answer((), (), 0)
@@ -75,13 +76,19 @@ class DraftLink:
         if not self.lost and not self._suspect and self._receive(0) is not None:
             self.counts.stale_answers += 1  # the same once more: nobody waits for one now
 
-    def ask(self, rows: Sequence[DraftRow], others: bool = False, present: tuple[int, ...] = (0,)) -> bool:
+    def ask(
+        self,
+        rows: Sequence[DraftRow],
+        others: bool = False,
+        present: tuple[int, ...] = (0,),
+        backup: Backup | None = None,
+    ) -> bool:
         """Send a round, in which `others` are verified too and the replicas `present` are asked.
 
         False when the speculator turns out to be gone.
         """
         self._round += 1
-        return self._send(Round(tuple(rows), others, present))
+        return self._send(Round(tuple(rows), others, present, backup))
 
     def tell(self, rows: tuple[AnswerRow, ...]) -> None:
         """What is verified in the round just asked, to one of several replicas."""

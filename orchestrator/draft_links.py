@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from saguaro.orchestrator.draft_link import DraftLink, LinkCounts
 from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, Hello
-from saguaro.orchestrator.types import Speculation
+from saguaro.orchestrator.types import Backup, Speculation
 
 
 class DraftLinks:
@@ -63,11 +63,11 @@ class DraftLinks:
         """Of one that is ready; None: nobody can be asked."""
         return next((link.hello for _, link in self._ready()), None)
 
-    def ask(self, rows: Sequence[DraftRow], others: bool = False) -> bool:
+    def ask(self, rows: Sequence[DraftRow], others: bool = False, backup: Backup | None = None) -> bool:
         """Send a round, in which `others` are verified too. False when nobody is there to answer."""
         ready = self._ready()
         present = tuple(replica for replica, _ in ready)
-        self._asked = [(replica, link) for replica, link in ready if link.ask(rows, others, present)]
+        self._asked = [(replica, link) for replica, link in ready if link.ask(rows, others, present, backup)]
         self._rows = rows
         if self._asked:
             self._together = {replica for replica, _ in self._asked}
@@ -92,7 +92,14 @@ class DraftLinks:
                     rows.setdefault(asked.sequence, AnswerRow(asked.sequence, False, Speculation()))
             for _, link in self._asked:
                 link.tell(tuple(rows.values()))
-        return Answer(tuple(rows.values()), spans, sum(answer.branches for answer in answers.values()))
+        return Answer(
+            tuple(rows.values()),
+            spans,
+            sum(answer.branches for answer in answers.values()),
+            # Each has a share of the branches, and all see the same outcomes: one stands for all.
+            next((answer.steps for answer in answers.values() if answer.steps), ()),
+            next((answer.report for answer in answers.values() if answer.report), None),
+        )
 
     def close(self) -> None:
         for link in self._links:

@@ -1,4 +1,4 @@
-"""What past rounds say about the next: acceptance, how far down the guesses the bonus token lies, hit rates, costs.
+"""What past rounds say about the next: acceptance, how far down the guesses the bonus token lies, hit rates.
 
 Everything is counted with decay and kept apart by temperature band and by whether the speculation had been prepared (a
 hit) or came from the backup (a miss). The same history always gives the same estimates.
@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from saguaro.orchestrator.analysis import outcome_weights, overall_hit_rate
 from saguaro.orchestrator.fan_out_policy import MissCurve, Situation
-from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.protocol import CurveFit
 from saguaro.orchestrator.types import Outcome
 from saguaro.plugins.fan_out import FanOut
 
 BANDS = (0.0, 0.5, 1.0)  # upper ends of the temperature bands; one more lies above
 DECAY = 0.999  # of everything counted, with each round of a sequence: about the last 1000 count
 _PRIOR_ROUNDS = 10.0  # what the prior weighs against what is counted
-_TIME_DECAY = 0.95
 
 
 def band(temperature: float) -> int:
@@ -91,6 +90,11 @@ class GuessCurve:
         """`rank` of the bonus token among `guesses`, from 0; None when it is not among them."""
         if guesses:
             self._ranks.add(guesses if rank is None else rank + 1, rank)
+
+    @property
+    def rounds(self) -> float:
+        """What the curve rests on, with decay."""
+        return float(self._ranks.trials.max(initial=0.0))
 
     def hits(self, most: int, prior: MissCurve) -> tuple[float, ...]:
         """Hit rates of 0 … `most` guesses; where little was seen, the fit goes on, or the prior."""
@@ -192,34 +196,12 @@ class Estimators:
         after_hit, after_miss = (self.of(Situation(hit, temperature)).hit_rate for hit in (True, False))
         return None if after_hit is None or after_miss is None else overall_hit_rate(after_hit, after_miss)
 
-
-class Costs:
-    """Decayed mean durations of the work of both roles, and from them T_p and T_b."""
-
-    def __init__(self, decay: float = _TIME_DECAY) -> None:
-        self._decay = decay
-        self._sums: dict[str, tuple[float, float]] = {}  # span name -> (decayed nanoseconds, decayed spans)
-
-    def observe(self, spans: Iterable[Span]) -> None:
-        for span in spans:
-            total, count = self._sums.get(span.name, (0.0, 0.0))
-            self._sums[span.name] = (total * self._decay + span.end - span.start, count * self._decay + 1)
-
-    def seconds(self, name: str) -> float | None:
-        """Mean duration of a span; None for one that was never seen."""
-        total, count = self._sums.get(name, (0.0, 0.0))
-        return total / count / 1e9 if count else None
-
-    @property
-    def t_p(self) -> float | None:
-        """Preparing a round's branches, in verifications."""
-        return self._in_verifications("prepare")
-
-    @property
-    def t_b(self) -> float | None:
-        """Drafting after a miss, in verifications."""
-        return self._in_verifications("backup")
-
-    def _in_verifications(self, name: str) -> float | None:
-        work, verify = self.seconds(name), self.seconds("verify")
-        return work / verify if work is not None and verify else None
+    def curves(self) -> tuple[CurveFit, ...]:
+        """Every miss curve that can be fitted."""
+        found: list[CurveFit] = []
+        for (temperatures, hit), estimate in sorted(self._estimates.items()):
+            for accepted, curve in ((False, estimate.after_rejection), (True, estimate.after_acceptance)):
+                if fit := curve.fit():
+                    c, r = fit.curve.scale, fit.curve.exponent
+                    found.append(CurveFit(hit, accepted, temperatures, c, r, fit.r_squared, curve.rounds))
+        return tuple(found)

@@ -57,7 +57,7 @@ def check_deployment(config: DeploymentConfig, engine: TrtllmEngineConfig) -> No
             "speculation.deterministic is set, but the logits of TensorRT-LLM's engines depend on what else is in the "
             "batch. Take the key out"
         )
-    if speculation.lookahead > engine.max_draft_len:
+    if speculation.max_lookahead > engine.max_draft_len:
         raise ConfigError(
             f"speculation.lookahead is {speculation.lookahead} and the target's engine takes {engine.max_draft_len} "
             "draft tokens: lower it, or build with a larger trtllm.max_draft_len"

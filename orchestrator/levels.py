@@ -13,6 +13,7 @@ from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import Situation
 from saguaro.orchestrator.kv_blocks import BlockPool
+from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.types import Mode
 from saguaro.orchestrator.verifier import Verifier
@@ -25,6 +26,7 @@ class Levels:
     config: DeploymentConfig
     scheduler: Scheduler
     verifier: Verifier
+    control: RoundControl
     pools: dict[str, BlockPool]
 
     def collect(self) -> Iterable[Metric]:
@@ -68,19 +70,18 @@ class Levels:
     def _drafting(self) -> Iterable[Metric]:
         speculation = self.config.speculation
         connected = sum(self.verifier.link.connected)
-        effective: Mode = speculation.mode if connected else "ar"
+        effective: Mode = self.control.mode if connected else "ar"
         mode = GaugeMetricFamily("saguaro_mode", "1 for the mode that new requests get now", labels=["mode"])
         for name in get_args(Mode):
             mode.add_metric([name], name == effective)
         yield mode
-        yield GaugeMetricFamily("saguaro_lookahead", "Draft tokens in a speculation at most", speculation.lookahead)
         fan_out = GaugeMetricFamily(
             "saguaro_fan_out",
             "Bonus tokens guessed for each number of accepted tokens after a hit; `auto` starts there",
             labels=["accepted"],
         )
-        policy = speculation.policy(Estimators(speculation.prior))
-        for accepted, count in enumerate(policy(speculation.budget, speculation.lookahead, Situation()).counts):
+        policy, setting = speculation.policy(Estimators(speculation.prior)), self.control.latest
+        for accepted, count in enumerate(policy(setting.budget, setting.lookahead, Situation()).counts):
             fan_out.add_metric([str(accepted)], count)
         yield fan_out
         wanted = self.config.replicas

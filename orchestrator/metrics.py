@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.protocol import Span, Step
 
 if TYPE_CHECKING:  # a client needs the figures, not the leader's torch
     from saguaro.orchestrator.sequence import Sequence
 
 
 class Timeline:
-    """Collects spans until somebody fetches them."""
+    """Collects spans, and the steps of a model, until somebody fetches them. `clock` counts nanoseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock = clock
         self._spans: list[Span] = []
+        self._steps: list[Step] = []
 
     @contextmanager
     def span(self, name: str, sequences: Rows[int] = ()) -> Iterator[None]:
-        start = time.perf_counter_ns()
+        start = self.clock()
         try:
             yield
         finally:
-            self._spans.append(Span(name, start, time.perf_counter_ns(), tuple(sequences)))
+            self._spans.append(Span(name, start, self.clock(), tuple(sequences)))
+
+    @contextmanager
+    def step(self, rows: int, *, trunk: bool = False) -> Iterator[None]:
+        start = self.clock()
+        yield
+        self._steps.append(Step(rows, self.clock() - start, trunk))
 
     def drain(self) -> tuple[Span, ...]:
-        """Everything since the last call."""
+        """Every span since the last call."""
         spans, self._spans = tuple(self._spans), []
         return spans
+
+    def drain_steps(self) -> tuple[Step, ...]:
+        """Every step since the last call."""
+        steps, self._steps = tuple(self._steps), []
+        return steps
 
 
 @dataclass(frozen=True)
 class RequestStats:
     """The figures of one request. A figure without data (no hit yet, no speculation at all) is None, never a zero."""
 
-    mode: str
+    mode: str  # of most of its rounds
     rounds: int
     tokens: int
     tokens_per_second: float | None  # of decoding: tokens after the first, over the time after the first
@@ -85,7 +99,7 @@ def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: 
     wait = _mean(seconds["wait"])
     asked = [record for record in decoding if record.hit is not None]
     return RequestStats(
-        mode=sequence.mode,
+        mode=Counter(record.mode for record in rounds).most_common(1)[0][0] if rounds else sequence.mode,
         rounds=len(rounds),
         tokens=sum(record.tokens for record in rounds),
         tokens_per_second=tokens / elapsed if elapsed > 0 else None,

@@ -7,16 +7,16 @@ payload. Nothing is unpickled; lengths are checked before anything is allocated.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import msgspec
 
 from saguaro.errors import ConfigError, ProtocolError
-from saguaro.orchestrator.types import Outcome, RequestSampling, Speculation
+from saguaro.orchestrator.types import Backup, Outcome, RequestSampling, Speculation
 
-VERSION = 3
+VERSION = 4
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
@@ -31,6 +31,15 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
+class Step:
+    """One forward over so many rows, and what is made of its logits."""
+
+    rows: int
+    nanoseconds: int
+    trunk: bool = False  # a causal forward over trunks, from which outcomes are guessed
+
+
+@dataclass(frozen=True)
 class Hello:
     """Speculator -> verifier, once after connecting: what the verifier must know to own the draft's block tables."""
 
@@ -39,6 +48,7 @@ class Hello:
     max_model_len: int
     num_blocks: int
     block_size: int
+    steps: tuple[Step, ...] = ()  # measured before connecting
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Round:
     rows: tuple[DraftRow, ...]
     others: bool = False  # sequences are verified in this round for which no speculation is asked
     present: tuple[int, ...] = (0,)  # replicas of the draft that are asked
+    backup: Backup | None = None  # what drafts after a miss; None: the speculator's own
 
 
 @dataclass(frozen=True)
@@ -107,12 +118,36 @@ class Span:
 
 
 @dataclass(frozen=True)
+class CurveFit:
+    """Misses of F guesses fitted by scale * F^-exponent, in one situation."""
+
+    hit: bool  # the speculation that was verified had been prepared
+    accepted: bool  # all of it was accepted; otherwise a token was rejected
+    band: int  # of the temperature: `estimators.BANDS`
+    scale: float  # c
+    exponent: float  # r
+    r_squared: float
+    rounds: float  # it rests on, with decay
+
+
+@dataclass(frozen=True)
+class Report:
+    """What only the speculator can see: how its guesses rank, and what drafters without a model would have had
+    accepted, by place in the speculation."""
+
+    curves: tuple[CurveFit, ...] = ()
+    acceptance: dict[Backup, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Answer:
     """Speculator -> verifier: every row that is not a prefill, and what it did since the last answer."""
 
     rows: tuple[AnswerRow, ...]
     spans: tuple[Span, ...]
     branches: int  # prepared since then
+    steps: tuple[Step, ...] = ()  # of the draft, prompts left out
+    report: Report | None = None  # now and then
 
 
 @dataclass(frozen=True)

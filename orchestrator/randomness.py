@@ -6,7 +6,9 @@ other requests. The function is Philox4x32-10 (Salmon et al., SC 2011): the key 
     (token block, position low word, position high word, purpose)
 
 and one evaluation gives four 32-bit words. Gumbel noise takes one word per token, lane `id % 4` of block `id // 4`;
-a uniform takes two words of block 0.
+a uniform takes two words of block 0. A draft's takes them of the block of the position at which its speculation starts:
+the tail of a rejected speculation is drawn again for the next one, and with other numbers, so that nothing that was
+decided in the meantime can depend on them.
 """
 
 from __future__ import annotations
@@ -68,16 +70,16 @@ def _words(seeds: ArrayLike, blocks: ArrayLike, positions: ArrayLike, purpose: P
     return philox(counters, seeds)
 
 
-def uniforms(seed: int, positions: ArrayLike, purpose: Purpose) -> NDArray[np.float64]:
+def uniforms(seed: int, positions: ArrayLike, purpose: Purpose, block: int = 0) -> NDArray[np.float64]:
     """One number in [0, 1) for each of the n positions, with all 53 bits of a double; [n]."""
-    high, low, _, _ = _words(seed, 0, np.atleast_1d(np.asarray(positions, dtype=np.uint64)), purpose)
+    high, low, _, _ = _words(seed, block, np.atleast_1d(np.asarray(positions, dtype=np.uint64)), purpose)
     drawn: NDArray[np.float64] = ((high >> 5) * 2.0**26 + (low >> 6)) * 2.0**-53
     return drawn
 
 
-def uniform(seed: int, position: int, purpose: Purpose) -> float:
+def uniform(seed: int, position: int, purpose: Purpose, block: int = 0) -> float:
     """One number in [0, 1)."""
-    return float(uniforms(seed, position, purpose)[0])
+    return float(uniforms(seed, position, purpose, block)[0])
 
 
 def block_bits(seeds: ArrayLike, positions: ArrayLike, blocks: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -26,26 +26,31 @@ from saguaro.engines.manifest import TOKENIZER, Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, follow
 from saguaro.engines.trtllm_config import read_trtllm_config
 from saguaro.errors import EngineError, LaunchError, LinkError, ProtocolError, SaguaroError
+from saguaro.orchestrator.calibration import measure
 from saguaro.orchestrator.channels import mpi, unix
 from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.backups import Primary, backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.drafters.shadows import Shadows
+from saguaro.orchestrator.drafters.text import TextDrafter
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool
+from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.plan import LOG_FORMAT, GroupPlan, LaunchPlan, rendezvous, service_socket, sign_of_life
-from saguaro.orchestrator.protocol import Hello
+from saguaro.orchestrator.protocol import Hello, Step
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget, Target
+from saguaro.orchestrator.types import Backup
 
 _log = logging.getLogger(__name__)
 
 
-def run_target(plan: LaunchPlan, runtime: Path, target: Target) -> None:
-    """The leader: rank 0 of the target group."""
+def run_target(plan: LaunchPlan, runtime: Path, target: Target, steps: tuple[Step, ...] = ()) -> None:
+    """The leader: rank 0 of the target group. `steps` were measured of its model."""
     config = plan.config
     manifest = Manifest.load(Path(plan.groups["target"].engine))
     listeners = [_joining(plan).Listener(runtime, role) for role in plan.drafts]
@@ -75,13 +80,19 @@ def run_target(plan: LaunchPlan, runtime: Path, target: Target) -> None:
         links,
         Tokenizer.from_file(str(Path(plan.groups["target"].engine) / TOKENIZER)),
         _grammars(Path(plan.groups["target"].engine)),
+        steps,
     ).run()
 
 
 def run_draft(
-    plan: LaunchPlan, runtime: Path, role: str, max_model_len: int, primary: Callable[[FanOutPolicy, Grammars], Primary]
+    plan: LaunchPlan,
+    runtime: Path,
+    role: str,
+    max_model_len: int,
+    primary: Callable[[FanOutPolicy, Grammars, Timeline], Primary],
+    steps: tuple[Step, ...] = (),
 ) -> None:
-    """A speculator: rank 0 of a draft group. `primary` makes its drafter."""
+    """A speculator: rank 0 of a draft group. `primary` makes its drafter; `steps` were measured of its model."""
     config, part = plan.config, plan.groups[role]
     speculation = config.speculation
     manifest = Manifest.load(Path(part.engine))
@@ -91,11 +102,17 @@ def run_draft(
         max_model_len=max_model_len,
         num_blocks=part.model.num_blocks,
         block_size=part.model.block_size,
+        steps=steps,
     )
+    timeline = Timeline()
     estimators = Estimators(speculation.prior)
     policy = speculation.policy(estimators)
-    drafter = primary(policy, _grammars(Path(part.engine)))
-    backup = backup_drafter(speculation.backup, drafter, speculation.rule, _ordinary_tokens(part.engine))
+    drafter = primary(policy, _grammars(Path(part.engine)), timeline)
+    tokens = _ordinary_tokens(part.engine)
+    backups = {name: backup_drafter(name, drafter, speculation.rule, tokens) for name in speculation.backups}
+    text: dict[Backup, TextDrafter] = {
+        name: backup for name, backup in backups.items() if isinstance(backup, TextDrafter) and name != "none"
+    }
     channel = _joining(plan).connect(runtime, config.serving.start_timeout_s, role)
     try:
         Speculator(
@@ -103,7 +120,10 @@ def run_draft(
             channel,
             policy,
             hello,
-            backup=backup,
+            backup=backups[speculation.backups[0]],
+            others=backups,
+            shadows=Shadows(text, drafter.memory) if speculation.backup == "auto" else None,
+            timeline=timeline,
             defer=speculation.backup == "defer",
             estimators=estimators,
             replica=plan.drafts.index(role),
@@ -162,21 +182,24 @@ def _joining(plan: LaunchPlan) -> ModuleType:
 
 def _lead(role: str, plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
     speculation = plan.config.speculation
+    steps = measure(engine) if speculation.adaptive else ()
     if role == "target":
-        run_target(plan, runtime, EngineTarget(engine, speculation.rule))
+        run_target(plan, runtime, EngineTarget(engine, speculation.rule), steps)
         return
 
-    def primary(policy: FanOutPolicy, grammars: Grammars) -> ModelDrafter:
+    def primary(policy: FanOutPolicy, grammars: Grammars, timeline: Timeline) -> ModelDrafter:
         return ModelDrafter(
             engine,
             speculation.rule,
             policy,
             width=speculation.width,
             cache_aware=speculation.cache_aware,
+            min_confidence=speculation.min_confidence,
+            timeline=timeline,
             grammars=grammars,
         )
 
-    run_draft(plan, runtime, role, engine.max_model_len, primary)
+    run_draft(plan, runtime, role, engine.max_model_len, primary, steps)
 
 
 def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
@@ -206,7 +229,7 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
             run_target(plan, runtime, ExecutorTarget(session))
         else:
             drafter = ExecutorDrafter(session, model.num_blocks, model.block_size)
-            run_draft(plan, runtime, role, session.engine.max_model_len, lambda _policy, _grammars: drafter)
+            run_draft(plan, runtime, role, session.engine.max_model_len, lambda _policy, _grammars, _timeline: drafter)
     finally:
         session.close()
 

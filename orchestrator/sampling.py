@@ -234,6 +234,7 @@ class Candidates:
 
     ids: Tensor  # [R, width] int64
     probs: Tensor | None  # [R, width] float64, each row sums to 1: to be drawn from. None: take the first id
+    confidence: Tensor | None = None  # [R] the draft's probability of its likeliest token; None: not asked for
 
     def guesses(self, row: int, count: int, excluded: int | None = None) -> tuple[int, ...]:
         """The `count` best tokens of a row but `excluded`: after a rejection the bonus is not the rejected token."""
@@ -249,36 +250,41 @@ def propose(
     tails: Sequence[Sequence[int]],
     width: int,
     allowed: Tensor | None = None,
+    *,
+    confidence: bool = False,
 ) -> Candidates:
     """The draft's `width` best tokens for [R, V] logits; rows, histories and `allowed` as in `adjusted`.
 
     The chain is the target's, with the filters on the best `width` alone. Ranked by score (temperature 0), by score
-    and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. Raises
-    EngineError if the model returned no numbers.
+    and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. The
+    confidence is that before the filters, at temperature 1 for greedy decoding. Raises EngineError if the model
+    returned no numbers.
     """
     params = request.params
-    values, ids = top(adjusted(logits, request, context, tails, allowed), min(width, logits.shape[-1]))
+    scores = adjusted(logits, request, context, tails, allowed)
+    values, ids = top(scores, min(width, logits.shape[-1]))
     best = checked_best(values[:, :1])
+    sure = (scaled(scores, best, params.temperature or 1.0).softmax(-1).amax(-1)) if confidence else None
     if params.temperature == 0:
-        return Candidates(ids, None)
+        return Candidates(ids, None, sure)
     values = scaled(values, best, params.temperature)
     # Where nothing may follow the row is hopeless anyway, and every listed token as good as the next.
     values = values.masked_fill(values[:, :1] == -math.inf, 0)
     keep = survivors(values, params)
     if rule == "ratio":
         kept = values.masked_fill(~keep, -math.inf)
-        return Candidates(ids, torch.softmax(kept, -1, dtype=torch.float64))
+        return Candidates(ids, torch.softmax(kept, -1, dtype=torch.float64), sure)
     tokens = ids.cpu().numpy()
     positions = np.array([[len(context) + len(tail)] for tail in tails])
     totals = values.cpu().numpy() + gumbel(request.seed, positions, tokens)
     order = np.lexsort((-totals, ~keep.cpu().numpy()))
-    return Candidates(torch.from_numpy(np.take_along_axis(tokens, order, -1)).to(ids.device), None)
+    return Candidates(torch.from_numpy(np.take_along_axis(tokens, order, -1)).to(ids.device), None, sure)
 
 
 def draw_draft(
     candidates: Candidates, row: int, u: float, fan_out: int = 0, scale: float = 1.0
 ) -> tuple[int, SparseProbs]:
-    """Draw a draft token for the rule `ratio` with u = uniform(seed, position, Purpose.DRAFT).
+    """Draw a draft token for the rule `ratio` with u = uniform(seed, position, Purpose.DRAFT, start).
 
     Returns it with the distribution it was really drawn from: after filters and cache-aware scaling (F = `fan_out`,
     C = `scale`). Raises ValueError for candidates that are not to be drawn from.

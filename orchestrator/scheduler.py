@@ -71,10 +71,13 @@ class Scheduler:
             )
         insort(self._waiting, sequence, key=_rank)
 
-    def schedule(self) -> list[Sequence]:
-        """The batch of the next round, in order of rank. Each has the blocks for the tokens it is to compute."""
+    def schedule(self, lookahead: int | None = None) -> list[Sequence]:
+        """The batch of the next round, in order of rank. Each has the blocks for the tokens it is to compute.
+
+        `lookahead`: the most draft tokens that the round will verify for a sequence, if fewer than requests allow.
+        """
         self._admit()
-        decoding = sum(1 if s.mode == "ar" else 1 + s.lookahead for s in self.running if not s.prefilling)
+        decoding = sum(_verified(sequence, lookahead) for sequence in self.running if not sequence.prefilling)
         left = max(self._pool.block_size, self._max_batch_tokens - decoding)  # prompts never starve
         batch: list[Sequence] = []
         for sequence in list(self.running):
@@ -132,6 +135,13 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> int:
         return min(sequence.request.prompt_length + sequence.request.params.max_tokens, self._max_model_len)
+
+
+def _verified(sequence: Sequence, lookahead: int | None) -> int:
+    """The most rows of a sequence that decodes."""
+    if sequence.mode == "ar":
+        return 1
+    return 1 + (sequence.lookahead if lookahead is None else min(sequence.lookahead, lookahead))
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

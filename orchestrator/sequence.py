@@ -19,6 +19,8 @@ class RoundRecord:
     hit: bool | None  # None: nothing was asked of the speculator
     drafted: int = 0  # draft tokens that were verified
     accepted: int = 0  # of these
+    mode: Mode = "ar"  # in which it was asked
+    asked: int = 0  # draft tokens it was to have at most
 
 
 @dataclass(eq=False)
@@ -26,7 +28,7 @@ class Sequence:
     """`tokens` is the truth: prompt and everything committed. The KV of both models follows it.
 
     `target_length` and `draft_length` count the leading positions whose KV is valid in each model's pool. `id` rises
-    in order of arrival.
+    in order of arrival. `mode` and `lookahead` are the most that its request allows.
     """
 
     id: int

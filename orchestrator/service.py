@@ -25,7 +25,8 @@ from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.grammar import Grammars, GrammarState, has_grammar
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
 from saguaro.orchestrator.metrics import request_stats
-from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.protocol import Span, Step
+from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.sampling import check_vocabulary
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.sequence import Sequence
@@ -88,6 +89,7 @@ class Service:
         links: Callable[[], tuple[int, DraftLink] | None],
         tokenizer: Tokenizer | None = None,
         grammars: Grammars | None = None,
+        verify_steps: tuple[Step, ...] = (),
     ) -> None:
         self._config = config
         self._target = target
@@ -109,10 +111,11 @@ class Service:
             max_batch_tokens=serving.max_batch_tokens,
             max_queue=serving.max_queue,
         )
+        self._control = RoundControl(config.speculation, max_budget=config.max_budget, verify_steps=verify_steps)
         self._verifier = Verifier(
             target,
+            self._control.latest,
             max_model_len=context,
-            budget=config.speculation.budget,
             max_batch_tokens=serving.max_batch_tokens,
             replicas=max(1, config.replicas),
         )
@@ -120,6 +123,7 @@ class Service:
             config,
             self._scheduler,
             self._verifier,
+            self._control,
             target_pool=self._target_pool,
             draft_pool=draft_pool,
             compiling=lambda: self._compiling,
@@ -144,7 +148,7 @@ class Service:
                 self._end_overdue()
                 self._take_grammars()
                 self._take_links()
-                if batch := self._scheduler.schedule():
+                if batch := self._scheduler.schedule(self._control.lookahead):
                     self._round(batch)
         finally:
             self._verifier.link.close()
@@ -152,9 +156,11 @@ class Service:
             self._context.destroy(linger=500)
 
     def _round(self, batch: list[Sequence]) -> None:
+        self._verifier.setting = self._control.setting(len(batch))
         start = time.perf_counter_ns()
         result = self._verifier.step(batch)
         now = time.perf_counter_ns()
+        self._control.observe(batch, result)
         self._telemetry.round(batch, result)
         for sequence, tokens in zip(batch, result.tokens, strict=True):
             request = self._requests.get(sequence.id)
@@ -234,9 +240,12 @@ class Service:
         if arrived is not None:
             self._telemetry.draft_connected()
             self._verifier.link.put(*arrived)
+            self._control.draft(True, arrived[1].hello.steps)
             _log.info("a draft is connected")
         if self._verifier.regroup(request.sequence for request in self._requests.values()):
             self._draft_pool.forget()
+        if not any(self._verifier.link.connected):
+            self._control.draft(False)
 
     def _take_commands(self) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
@@ -281,12 +290,16 @@ class Service:
         if self._draining:
             raise DrainingError(_LEAVING)
         limits = self._config.speculation
-        mode = submit.mode or limits.mode
-        lookahead = limits.lookahead if submit.lookahead is None else submit.lookahead
-        if MODES.index(mode) > MODES.index(limits.mode):
-            raise ConfigError(f"mode {mode!r} is more than this deployment's {limits.mode!r}: ask for {limits.mode!r}")
-        if not 1 <= lookahead <= limits.lookahead:
-            raise ConfigError(f"lookahead must be between 1 and this deployment's {limits.lookahead}, got {lookahead}")
+        mode = submit.mode or limits.limit
+        lookahead = limits.max_lookahead if submit.lookahead is None else submit.lookahead
+        if MODES.index(mode) > MODES.index(limits.limit):
+            raise ConfigError(
+                f"mode {mode!r} is more than this deployment's {limits.limit!r}: ask for {limits.limit!r}"
+            )
+        if not 1 <= lookahead <= limits.max_lookahead:
+            raise ConfigError(
+                f"lookahead must be between 1 and this deployment's {limits.max_lookahead}, got {lookahead}"
+            )
         if not submit.prompt:
             raise ConfigError("the prompt has no tokens")
         if any((request.client, request.number) == (client, submit.request) for request in self._requests.values()):
@@ -358,7 +371,8 @@ class Service:
         return Status(
             epoch=self._epoch,
             health="ok" if all(drafts) else "degraded",
-            mode=self._config.speculation.mode if any(drafts) else "ar",
+            mode=self._control.mode,
+            mode_reason=self._control.reason,
             running=len(self._scheduler.running),
             waiting=self._scheduler.waiting + self._compiling,
             free_target_blocks=self._target_pool.free_blocks,

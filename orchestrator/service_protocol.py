@@ -75,6 +75,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     epoch: int  # identifies one start of the service: when it changes, requests must be submitted again
     health: str  # ok, or degraded while a configured draft, or a replica of it, is away
     mode: Mode  # what new requests get now
+    mode_reason: str  # and why
     running: int
     waiting: int
     free_target_blocks: int

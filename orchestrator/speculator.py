@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from saguaro.orchestrator import shards
 from saguaro.orchestrator.channels import Channel
 from saguaro.orchestrator.drafters.base import Drafter, Trunk
+from saguaro.orchestrator.drafters.shadows import Shadows
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Situation
 from saguaro.orchestrator.metrics import Timeline
@@ -19,17 +20,19 @@ from saguaro.orchestrator.protocol import (
     DraftRow,
     Hello,
     Message,
+    Report,
     Round,
     Verified,
     decode,
     encode,
 )
 from saguaro.orchestrator.speculation_cache import SpeculationCache
-from saguaro.orchestrator.types import Outcome, Speculation
+from saguaro.orchestrator.types import Backup, Outcome, Speculation
 from saguaro.plugins.fan_out import FanOut
 
 _log = logging.getLogger(__name__)
 _IDLE = 1.0  # seconds between two looks at whether the verifier still exists
+_REPORT = 32  # rounds between two reports
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ class _Prepared:
 class Speculator:
     """Keeps no sequence state: only the drafter's KV pool and the branches of the last round.
 
-    `backup` drafts after a miss; None: the drafter itself. With `defer` it does so while the others are verified, and
-    the missing row sits that out. `estimators` learn from every outcome. All `replicas` guess the same outcomes, and
-    each drafts a share of them.
+    `backup` drafts after a miss; None: the drafter itself. A round may name another one, of `others`. With `defer` it
+    does so while the others are verified, and the missing row sits that out. `estimators` learn from every outcome. All
+    `replicas` guess the same outcomes, and each drafts a share of them.
     """
 
     def __init__(
@@ -65,13 +68,21 @@ class Speculator:
         hello: Hello,
         *,
         backup: Drafter | None = None,
+        others: Mapping[Backup, Drafter] | None = None,
+        shadows: Shadows | None = None,
         defer: bool = False,
         estimators: Estimators | None = None,
+        timeline: Timeline | None = None,
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
         self._drafter = drafter
         self._backup = backup or drafter
+        self._others = others or {}
+        self._shadows = shadows
+        # Those that have to follow the text without having drafted it.
+        self._followers = {id(each): each for each in (self._backup, *self._others.values()) if each is not drafter}
+        self._answers = 0
         self._defer = defer
         self._replica = replica
         self._replicas = replicas
@@ -82,7 +93,7 @@ class Speculator:
         self.estimators = estimators or Estimators()
         self._prepared: dict[int, _Prepared] = {}  # by sequence, of the last round
         self._cache = SpeculationCache()
-        self._timeline = Timeline()
+        self._timeline = timeline or Timeline()  # the drafter adds its steps to it
         self._branches = 0  # prepared since the last answer
         channel.send(encode(Message(0, 0, hello)))
 
@@ -113,8 +124,12 @@ class Speculator:
         asked = [row for row in rows if not row.prefill]
         answers: list[AnswerRow] = []
         if asked:
-            answers = self._answer(asked, others=body.others or len(asked) < len(rows))
-            reply = Answer(tuple(answers), self._timeline.drain(), self._branches)
+            backup = self._others.get(body.backup, self._backup) if body.backup else self._backup
+            answers = self._answer(asked, backup, others=body.others or len(asked) < len(rows))
+            timeline = self._timeline
+            reply = Answer(
+                tuple(answers), timeline.drain(), self._branches, timeline.drain_steps(), self._perhaps_report()
+            )
             self._branches = 0
             self._channel.send(encode(Message(number, deployment, reply)))
         if asked and self._replicas > 1:
@@ -135,7 +150,13 @@ class Speculator:
             self._learn(rows)
             self._prepare(rows, {answer.sequence: answer for answer in answers})
 
-    def _answer(self, rows: Sequence[DraftRow], others: bool) -> list[AnswerRow]:
+    def _perhaps_report(self) -> Report | None:
+        self._answers += 1
+        if self._answers % _REPORT:
+            return None
+        return Report(self.estimators.curves(), self._shadows.acceptance if self._shadows else {})
+
+    def _answer(self, rows: Sequence[DraftRow], backup: Drafter, others: bool) -> list[AnswerRow]:
         """What was prepared here, from the cache; for the missing rows, and for them only, the backup.
 
         Rows that another replica answers are left out.
@@ -151,8 +172,8 @@ class Speculator:
             answers |= {row.sequence: AnswerRow(row.sequence, False, None) for row in mine}
         elif mine:
             with self._timeline.span("backup", [row.sequence for row in mine]):
-                self._backup.catch_up(mine)
-                drafted = self._backup.draft(*_decided(mine))
+                backup.catch_up(mine)
+                drafted = backup.draft(*_decided(mine))
             for row, (speculation,) in zip(mine, drafted, strict=True):
                 answers[row.sequence] = AnswerRow(row.sequence, False, speculation.first(row.lookahead))
         return [answers[row.sequence] for row in rows if row.sequence in answers]
@@ -203,8 +224,10 @@ class Speculator:
             self._policy(trunk.row.budget, len(trunk.draft_tokens), situation)
             for trunk, situation in zip(trunks, situations, strict=True)
         ]
-        if self._backup is not self._drafter:
-            self._backup.catch_up(rows)  # now, while the verifier is busy, rather than when it waits
+        for follower in self._followers.values():
+            follower.catch_up(rows)  # now, while the verifier is busy, rather than when it waits
+        if self._shadows:
+            self._shadows.follow(rows)
         outcomes = self._drafter.predict(trunks, fan_outs) if trunks else []
         share = [self._share(guessed) for guessed in outcomes]
         self._drafter.catch_up(deferred)

@@ -14,11 +14,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import Metric
 
 from saguaro.errors import CapacityError, DrainingError, SaguaroError
-from saguaro.orchestrator.collapse_alarm import CollapseAlarm
 from saguaro.orchestrator.config import DeploymentConfig
+from saguaro.orchestrator.estimates import Estimates
 from saguaro.orchestrator.histogram import Histogram
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.levels import Levels
+from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import FinishReason, SamplingParams
@@ -46,12 +47,13 @@ class Telemetry:
         config: DeploymentConfig,
         scheduler: Scheduler,
         verifier: Verifier,
+        control: RoundControl,
         *,
         target_pool: BlockPool,
         draft_pool: BlockPool,
         compiling: Callable[[], int],
     ) -> None:
-        lookahead = config.speculation.lookahead
+        lookahead = config.speculation.max_lookahead
         registry = self._registry = _Registry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -65,7 +67,8 @@ class Telemetry:
             return made
 
         pools = {"target": target_pool, "draft": draft_pool}
-        registry.register(Levels(config, scheduler, verifier, pools))
+        registry.register(Estimates(control))
+        registry.register(Levels(config, scheduler, verifier, control, pools))
 
         self._rounds = counter("rounds", "Verifications of a batch")
         self._spans = {
@@ -100,10 +103,9 @@ class Telemetry:
         accepted = counter("accepted_tokens", "Draft tokens accepted, by place in the speculation", "position")
         self._drafted = [drafted.labels(str(position)) for position in positions]
         self._accepted = [accepted.labels(str(position)) for position in positions]
-        self._alarm = CollapseAlarm()
         Gauge(
             "saguaro_acceptance_collapsed", "1 while next to no draft token is accepted", registry=registry
-        ).set_function(lambda: self._alarm.on)
+        ).set_function(lambda: control.alarm.on)
 
         Gauge("saguaro_requests_compiling", "Requests whose grammar is being compiled", registry=registry).set_function(
             compiling
@@ -175,16 +177,15 @@ class Telemetry:
             if not tokens or len(sequence.rounds) == 1:
                 continue  # a chunk of a prompt decides nothing, and the first token comes from the prompt alone
             record, before = sequence.rounds[-1], sequence.rounds[-2]
-            made = "none" if record.hit is None else "hit" if record.hit else "miss" if sequence.mode == "ssd" else "sd"
+            made = "none" if record.hit is None else "hit" if record.hit else "miss" if record.mode == "ssd" else "sd"
             self._lengths.add(record.tokens, value=made)
-            if record.hit is not None and sequence.mode == "ssd":
+            if record.hit is not None and record.mode == before.mode == "ssd":
                 self._lookups[record.hit, before.hit].inc()
                 if record.hit:
                     self._used.inc()
             if record.drafted:
                 drafted[record.drafted] += 1
                 accepted[record.accepted] += 1
-                self._alarm.add(record.accepted)
         for counts, counters in ((drafted, self._drafted), (accepted, self._accepted)):
             reaching = 0
             for position in range(len(counters), 0, -1):

@@ -10,6 +10,7 @@ from saguaro.errors import ConfigError
 
 Mode = Literal["ar", "sd", "ssd"]
 MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")  # each can do what those before it can
+Auto = Literal["auto"]
 Rule = Literal["coupled", "ratio"]
 Backup = Literal["primary", "defer", "ngram", "suffix", "random", "none"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -138,6 +139,21 @@ class Speculation:
     def first(self, count: int) -> Speculation:
         """The first `count` tokens. Which tokens are kept never depends on their values, so this stays exact."""
         return Speculation(self.tokens[:count], self.draft_probs and self.draft_probs[:count])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How rounds are run at the moment. A request may lower mode and lookahead, never raise them."""
+
+    mode: Mode
+    lookahead: int
+    budget: int  # branches ΣF_k prepared for one sequence
+    backup: Backup  # what drafts after a miss, and in `sd` always
+
+    def for_request(self, mode: Mode, lookahead: int) -> Setting:
+        """What remains of it for a request that allows no more than this."""
+        lower = min(self.mode, mode, key=MODES.index)
+        return Setting(lower, min(self.lookahead, lookahead), self.budget if lower == "ssd" else 0, self.backup)
 
 
 @dataclass(frozen=True, order=True)

@@ -6,18 +6,17 @@ import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saguaro.errors import ProtocolError, SaguaroError
 from saguaro.orchestrator import sampling
-from saguaro.orchestrator.draft_link import DraftLink
+from saguaro.orchestrator.draft_link import NO_ANSWER, DraftLink
 from saguaro.orchestrator.draft_links import DraftLinks
-from saguaro.orchestrator.estimators import Costs
 from saguaro.orchestrator.metrics import Timeline
-from saguaro.orchestrator.protocol import AnswerRow, DraftRow, GrammarRef, Span
+from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, GrammarRef, Report, Span, Step
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
 from saguaro.orchestrator.target import Target
-from saguaro.orchestrator.types import Outcome, Speculation
+from saguaro.orchestrator.types import Outcome, Setting, Speculation
 
 _log = logging.getLogger(__name__)
 _NOTHING = Speculation()
@@ -25,25 +24,36 @@ _NOTHING = Speculation()
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Tokens each sequence of the batch emitted, in its order, and the spans of work of both roles."""
+    """Tokens each sequence of the batch emitted, in its order, and what the round took."""
 
     tokens: list[list[int]]
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # of both roles
     deferred: int = 0  # sequences that sat the round out
+    seconds: float = 0.0
+    decoding: bool = True  # no sequence was prefilling
+    settled: bool = True  # nor was the draft catching up, or not to be asked
+    steps: tuple[Step, ...] = ()  # of the draft, since its last answer
+    report: Report | None = None
 
 
 class Verifier:
     """Owns the outcome of every round. `link` leads to the speculators that are connected, of `replicas`."""
 
     def __init__(
-        self, target: Target, *, max_model_len: int, budget: int, max_batch_tokens: int, replicas: int = 1
+        self,
+        target: Target,
+        setting: Setting,
+        *,
+        max_model_len: int,
+        max_batch_tokens: int,
+        replicas: int = 1,
+        timeline: Timeline | None = None,
     ) -> None:
         self.target = target
         self._max_batch_tokens = max_batch_tokens  # what the draft may have to catch up with in one round
         self._max_model_len = max_model_len
-        self._budget = budget  # branches a speculator prepares for one sequence
-        self._timeline = Timeline()
-        self.costs = Costs()  # of rounds without a prompt
+        self._timeline = timeline or Timeline()
+        self.setting = setting  # of the next round
         self.link = DraftLinks(replicas)
 
     def step(self, batch: Rows[Sequence]) -> RoundResult:
@@ -53,9 +63,11 @@ class Verifier:
         simply carries no speculation: plain decoding. A row for which the speculator still has to draft may sit the
         round out: nothing of it changes but the time.
         """
+        start = self._timeline.clock()
         decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
-        answers, draft_spans = self._answers(asked, len(batch))
+        answer = self._answer(asked, len(batch))
+        answers = {row.sequence: row for row in answer.rows}
         deferred = [s for s in batch if s.id in answers and answers[s.id].speculation is None]
         verified = [s for s in batch if s not in deferred]
         speculations = [(s.id in answers and answers[s.id].speculation) or _NOTHING for s in verified]
@@ -68,10 +80,16 @@ class Verifier:
         }
         for sequence in deferred:
             self._defer(sequence)
-        spans = self._timeline.drain() + draft_spans
-        if decoding:
-            self.costs.observe(spans)
-        return RoundResult([tokens.get(sequence.id, []) for sequence in batch], spans, len(deferred))
+        return RoundResult(
+            [tokens.get(sequence.id, []) for sequence in batch],
+            self._timeline.drain() + answer.spans,
+            len(deferred),
+            (self._timeline.clock() - start) / 1e9,
+            decoding,
+            settled=self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values())),
+            steps=answer.steps,
+            report=answer.report,
+        )
 
     def attach(self, link: DraftLink, running: Iterable[Sequence], replica: int = 0) -> None:
         """Work with a newly connected speculator, whose KV pool is empty."""
@@ -97,7 +115,8 @@ class Verifier:
             if row := self._draft_row(sequence, hello.max_model_len, left):
                 rows[sequence.id] = row
                 left -= len(row.tokens)
-        return rows if rows and self.link.ask(list(rows.values()), len(rows) < len(batch)) else {}
+        others = len(rows) < len(batch)
+        return rows if rows and self.link.ask(list(rows.values()), others, self.setting.backup) else {}
 
     def _draft_row(self, sequence: Sequence, draft_model_len: int, left: int) -> DraftRow | None:
         """What to ask for this sequence. None when a speculation cannot help or has no room in either model.
@@ -107,17 +126,18 @@ class Verifier:
         # Nothing is drafted beyond the end of the request or of the target's context, and the branches of this round
         # (a trunk of K, then K more) have to fit into the draft's.
         end = min(self._max_model_len, sequence.request.prompt_length + sequence.request.params.max_tokens)
-        lookahead = min(sequence.lookahead, end - sequence.length - 1)
-        budget = self._budget if sequence.mode == "ssd" else 0
-        columns = sequence.length + sequence.lookahead * (1 + max(1, budget))
-        if sequence.mode == "ar" or lookahead < 1 or sequence.length + 2 * sequence.lookahead > draft_model_len:
+        setting = self.setting.for_request(sequence.mode, sequence.lookahead)
+        lookahead = min(setting.lookahead, end - sequence.length - 1)
+        budget = setting.budget
+        columns = sequence.length + setting.lookahead * (1 + max(1, budget))
+        if setting.mode == "ar" or lookahead < 1 or sequence.length + 2 * setting.lookahead > draft_model_len:
             return None
         if not sequence.draft_table.can_grow(columns):
             return None
         if not sequence.prefilling:
             # The target's room for it is taken now; no answer longer than that is used.
             lookahead = sequence.target_table.stretch(sequence.length + lookahead) - sequence.length
-        stop = min(sequence.chunk_end or sequence.length, sequence.draft_length + max(left, 1 + sequence.lookahead))
+        stop = min(sequence.chunk_end or sequence.length, sequence.draft_length + max(left, 1 + setting.lookahead))
         if lookahead < 1 or stop <= sequence.draft_length:
             return None
         whole = stop == sequence.length
@@ -136,15 +156,15 @@ class Verifier:
             deferred=sequence.deferred,
         )
 
-    def _answers(self, asked: dict[int, DraftRow], batch: int) -> tuple[dict[int, AnswerRow], tuple[Span, ...]]:
+    def _answer(self, asked: dict[int, DraftRow], batch: int) -> Answer:
         if all(row.prefill for row in asked.values()):
-            return {}, ()
+            return NO_ANSWER
         with self._timeline.span("wait"):
             answer = self.link.answer(lambda row: self._usable(row, asked.get(row.sequence)))
         if sum(row.speculation is None for row in answer.rows) == batch:
             _log.warning("a speculator would have every row of a round sit it out: they are verified as they are")
-            return {}, answer.spans
-        return {row.sequence: row for row in answer.rows}, answer.spans
+            return replace(answer, rows=())
+        return answer
 
     def _usable(self, answer: AnswerRow, asked: DraftRow | None) -> bool:
         """An answer to what was not asked, or one that cannot be, is no reason to fail a request: it is not used."""
@@ -179,7 +199,9 @@ class Verifier:
             committed = sequence.commit(emitted, self._max_model_len)
             accepted = min(outcome.accepted, len(committed))  # an end inside the block cuts the rest off
             hit = answer.hit if answer else None
-            sequence.rounds.append(RoundRecord(len(committed), hit, len(speculation.tokens), accepted))
+            mode = self.setting.for_request(sequence.mode, sequence.lookahead).mode if asked else "ar"
+            places = asked.lookahead if asked else 0
+            sequence.rounds.append(RoundRecord(len(committed), hit, len(speculation.tokens), accepted, mode, places))
         sequence.target_length = sequence.chunk_end or sequence.length - 1
         if asked and asked.length == before and (asked.prefill or answer):
             # The speculator holds this very trunk, so its KV follows the outcome and its branches stand for it.

@@ -46,8 +46,9 @@ def status(name: str | None) -> RunState:
 def describe(state: RunState) -> str:
     """A few lines for people."""
     minutes = (time.time() - state.since) / 60
+    mode = f"{state.mode} ({state.mode_reason})" if state.mode_reason else state.mode or "-"
     lines = [
-        f"{state.name}: {state.status}, mode {state.mode or '-'}, process {state.pid}, up {minutes:.0f} min",
+        f"{state.name}: {state.status}, mode {mode}, process {state.pid}, up {minutes:.0f} min",
         *(
             f"  {name:10} {part.state:10} {f'pid {part.pid}' if part.pid else '':12} restarts {part.restarts}"
             f"{'  ' + part.detail if part.detail else ''}"

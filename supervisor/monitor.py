@@ -46,6 +46,7 @@ class Monitor:
             "status": state.status,
             "deployment": state.name,
             "mode": state.mode,
+            "mode_reason": state.mode_reason,
             "parts": {name: asdict(part) for name, part in state.parts.items()},
         }
         return web.json_response(body, status=200 if state.status in SERVING else 503)

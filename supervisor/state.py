@@ -48,6 +48,7 @@ class RunState:
     grace_s: float  # how long running requests may take to finish when it is told to stop
     status: str = "starting"
     mode: str | None = None  # what new requests get: ar, sd or ssd
+    mode_reason: str | None = None  # and why
     parts: dict[str, PartState] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)  # by what is served there
 

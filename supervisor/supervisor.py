@@ -101,7 +101,8 @@ class Supervisor:
         else:
             status = "ok" if all(part.state == "ready" for part in parts.values()) else "degraded"
         service = self._groups.status if self._groups else None
-        return replace(self._begin, status=status, mode=service.mode if service else None, parts=parts)
+        mode, reason = (service.mode, service.mode_reason) if service else (None, None)
+        return replace(self._begin, status=status, mode=mode, mode_reason=reason, parts=parts)
 
     def _changed(self) -> None:
         state = self.state()

@@ -9,19 +9,23 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from saguaro.engines.base import Engine
+from saguaro.orchestrator.config import MAX_LOOKAHEAD
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.backups import Primary, backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.drafters.shadows import Shadows
+from saguaro.orchestrator.drafters.text import TextDrafter
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, uniform
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
+from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.protocol import Hello, decode
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget, Target
-from saguaro.orchestrator.types import Backup, Mode, RequestSampling, Rule, SamplingParams
+from saguaro.orchestrator.types import Backup, Mode, RequestSampling, Rule, SamplingParams, Setting
 from saguaro.orchestrator.verifier import RoundResult, Verifier
 
 
@@ -93,6 +97,8 @@ class Pair:
     width: int = 16
     cache_aware: float = 1.0
     backup: Backup = "primary"
+    others: Rows[Backup] = ()  # that a setting may name
+    min_confidence: float = 0.0
     stop_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 10_000
     tokenizer: Tokenizer | None = None  # for stop strings
@@ -101,6 +107,8 @@ class Pair:
     primary: Primary | None = None  # what drafts in place of the draft engine
     channel: PumpChannel = field(default_factory=PumpChannel)
     more_drafts: Rows[Engine] = ()  # replicas of the draft, beside the first
+    timeline: Timeline = field(default_factory=Timeline)
+    draft_timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
         self.target_pool = BlockPool(self.target.num_blocks, self.target.block_size)
@@ -108,10 +116,11 @@ class Pair:
         replicas = 1 + len(self.more_drafts)
         self.verifier = Verifier(
             EngineTarget(self.target, self.rule) if hasattr(self.target, "forward") else self.target,
+            Setting("ssd", MAX_LOOKAHEAD, self.budget, self.backup),
             max_model_len=self.target.max_model_len,
-            budget=self.budget,
             max_batch_tokens=self.max_batch_tokens,
             replicas=replicas,
+            timeline=self.timeline,
         )
         self.channels = [self.channel, *(PumpChannel() for _ in self.more_drafts)]
         self.speculators = [self.start(replica) for replica in range(replicas)]
@@ -130,14 +139,22 @@ class Pair:
             self.policy,
             width=self.width,
             cache_aware=self.cache_aware,
+            min_confidence=self.min_confidence,
             grammars=self.draft_grammars,
+            timeline=self.draft_timeline,
         )
+        vocabulary = range(draft.vocab_size)
+        others = {name: backup_drafter(name, drafter, self.rule, vocabulary) for name in self.others}
+        text: dict[Backup, TextDrafter] = {n: each for n, each in others.items() if isinstance(each, TextDrafter)}
         channel.speculator = Speculator(
             drafter,
             _SpeculatorEnd(channel),
             self.policy,
             Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, draft.block_size),
-            backup=backup_drafter(self.backup, drafter, self.rule, range(draft.vocab_size)),
+            backup=backup_drafter(self.backup, drafter, self.rule, vocabulary),
+            others=others,
+            shadows=Shadows(text, drafter.memory) if text else None,
+            timeline=self.draft_timeline,
             defer=self.backup == "defer",
             estimators=Estimators() if replica else self.estimators,
             replica=replica,

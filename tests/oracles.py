@@ -64,6 +64,24 @@ def pointed(table: Table, lookahead: int) -> Drafter:
     return drafter
 
 
+def pruned(table: Table, lookahead: int, least: Fraction, *, by_drawn: bool = False) -> Drafter:
+    """Tokens drawn from the table as long as its best one has at least this probability.
+
+    `by_drawn` is the mistake: the speculation ends at a token that itself has less.
+    """
+
+    def drafter(last: int) -> Iterator[tuple[Fraction, Speculation]]:
+        whole: dict[Speculation, Fraction] = defaultdict(Fraction)
+        for weight, speculation in drawn(table, lookahead)(last):
+            before = (last, *speculation.tokens[:-1])
+            sure = [table[b][t] if by_drawn else max(table[b]) for b, t in zip(before, speculation.tokens)]
+            length = next((k for k, probability in enumerate(sure) if probability < least), lookahead)
+            whole[speculation.first(length)] += weight
+        yield from ((weight, speculation) for speculation, weight in whole.items())
+
+    return drafter
+
+
 def random_tokens(vocab_size: int, lookahead: int) -> Drafter:
     """Uniform tokens without a recorded distribution: point masses, whichever they are."""
 

@@ -28,12 +28,18 @@ def test_shipped_deployments_load_and_name_shipped_recipes(name: str) -> None:
             MINIMAL + DRAFT + "speculation:\n  lookahed: 3\n",
             r"speculation\.lookahed: unknown key \(did you mean lookahead\?\)",
         ),
-        (MINIMAL + DRAFT + "speculation:\n  lookahead: 0\n", "speculation: lookahead must be between 1 and 32, got 0"),
+        (
+            MINIMAL + DRAFT + "speculation:\n  lookahead: 0\n",
+            "speculation: lookahead must be `auto`, or between 1 and 32, got 0",
+        ),
         (MINIMAL + DRAFT + "speculation:\n  lookahead: many\n", r"speculation\.lookahead: must be a whole number"),
-        (MINIMAL + DRAFT + "speculation:\n  mode: sdd\n", r"speculation\.mode: must be one of ar, sd, ssd; got .*sdd"),
+        (
+            MINIMAL + DRAFT + "speculation:\n  mode: sdd\n",
+            r"speculation\.mode: must be one of ar, sd, ssd or auto; got .*sdd",
+        ),
         (
             MINIMAL + DRAFT + "speculation:\n  fan_out:\n    budget: 9999\n",
-            "budget must be between 0 and 512 branches, got 9999",
+            "budget must be `auto`, or between 0 and 512 branches, got 9999",
         ),
         (
             MINIMAL + DRAFT + "speculation:\n  fan_out:\n    counts: [1, -1]\n",

@@ -14,6 +14,7 @@ from oracles import (
     drawn,
     nothing,
     pointed,
+    pruned,
     random_tokens,
     round_law,
 )
@@ -114,6 +115,36 @@ def test_ratio_emits_the_targets_law_over_hits_and_misses(backup):
             backup=backups(random_table(rng), 1)[backup],
             last=rng.randrange(V),
         )
+
+
+@pytest.mark.parametrize("least", [Fraction(1, 2), Fraction(2, 3), Fraction(1)])
+def test_ratio_emits_the_targets_law_when_speculations_end_where_the_draft_is_unsure(least):
+    """Confidence is a matter of the distribution, known before the draw: after hits, misses, and of any length."""
+    rng = random.Random(str(least))
+    lengths = set()
+    for _ in range(12):
+        target, draft = random_table(rng), random_table(rng)
+        last = rng.randrange(V)
+        lengths |= {len(speculation.tokens) for _, speculation in pruned(draft, 2, least)(last)}
+        assert_lossless(accept_ratio, target, pruned(draft, 2, least), last=last)
+    assert len(lengths) > 1
+    for _ in range(3):
+        target, draft = random_table(rng), random_table(rng)
+        assert_lossless_over_cache(
+            accept_ratio,
+            target,
+            pruned(draft, 2, least),
+            [(), OUTCOMES, rng.sample(OUTCOMES, 3)],
+            branch=pruned(draft, 2, least),
+            backup=pruned(random_table(rng), 2, least),
+            last=rng.randrange(V),
+        )
+
+
+def test_the_oracle_catches_a_speculation_that_ends_at_an_unlikely_token():
+    """Ended by what was drawn, it keeps likely tokens more often than their distribution says."""
+    with pytest.raises(AssertionError, match="wrong probability"):
+        assert_lossless(accept_ratio, TARGET, pruned(DRAFT, 1, Fraction(2, 5), by_drawn=True), last=0)
 
 
 # Mutants of `ratio`: each of these mistakes has been made in public code (the feature matrix names where).

@@ -22,7 +22,7 @@ SUPERVISOR = {"saguaro_part_up": {"part"}, "saguaro_restarts_total": {"part"}, "
 @cache
 def exported() -> dict[str, set[str]]:
     """Name of each series and its labels."""
-    families = text_string_to_metric_families(Rig().telemetry.text())
+    families = text_string_to_metric_families(Rig().full().telemetry.text())
     samples = [sample for family in families for sample in family.samples]
     return SUPERVISOR | {sample.name: set(sample.labels) for sample in samples}
 
@@ -124,7 +124,7 @@ def test_the_example_scrapes_the_ports_of_a_deployment_and_reads_the_rules() -> 
 
 
 def test_the_documentation_lists_exactly_what_is_exported() -> None:
-    families = text_string_to_metric_families(Rig().telemetry.text())
+    families = text_string_to_metric_families(Rig().full().telemetry.text())
     kinds = {f"{family.name}_total" if family.type == "counter" else family.name: family.type for family in families}
     kinds |= {"saguaro_part_up": "gauge", "saguaro_restarts_total": "counter"}
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \S", (DOCS / "metrics.md").read_text(), re.MULTILINE)

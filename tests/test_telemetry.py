@@ -21,7 +21,8 @@ from saguaro.orchestrator.config import (
     SpeculationConfig,
 )
 from saguaro.orchestrator.histogram import Histogram
-from saguaro.orchestrator.protocol import Span
+from saguaro.orchestrator.protocol import CurveFit, Report, Span
+from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.telemetry import Telemetry
 from saguaro.orchestrator.types import Mode, SamplingParams
@@ -47,10 +48,13 @@ class Rig:
         self.scheduler = Scheduler(
             self.pair.target_pool, max_sequences=2, max_model_len=64, max_batch_tokens=64, max_queue=2
         )
+        self.control = RoundControl(config.speculation, max_budget=budget)
+        self.control.draft(True)
         self.telemetry = Telemetry(
             config,
             self.scheduler,
             self.pair.verifier,
+            self.control,
             target_pool=self.pair.target_pool,
             draft_pool=self.pair.draft_pool,
             compiling=lambda: 3,
@@ -61,9 +65,19 @@ class Rig:
         for length, mode in requests:
             self.scheduler.add(self.pair.sequence([0], SamplingParams(temperature=0, max_tokens=length), mode))
         while batch := self.scheduler.schedule():
-            self.telemetry.round(batch, self.pair.verifier.step(batch))
+            result = self.pair.verifier.step(batch)
+            self.control.observe(batch, result)
+            self.telemetry.round(batch, result)
             for sequence in [sequence for sequence in batch if sequence.finish_reason]:
                 self.scheduler.remove(sequence)
+
+    def full(self) -> Rig:
+        """With a value for every series there is."""
+        self.run((40, "ssd"), (20, "sd"))
+        self.control.report = Report((CurveFit(True, False, 0, 0.4, 0.6, 0.9, 50),), {"suffix": (0.5,)})
+        self.control.draft(False)
+        self.control.draft(True)
+        return self
 
     def __getitem__(self, series: str) -> float:
         """The value of `name{label="value"}`, as it is written."""

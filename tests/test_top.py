@@ -93,7 +93,7 @@ def test_one_frame_for_people_has_the_hit_rate_in_company() -> None:
 def test_a_collapse_is_shown() -> None:
     rig = Rig(BACKWARDS)
     for _ in range(100):
-        rig.telemetry._alarm.add(accepted=0)
+        rig.control.alarm.add(accepted=0)
     with monitor(rig, json.dumps(HEALTH)) as url:
         frame = Top(url).frame()
     assert frame["acceptance_collapsed"]

@@ -91,6 +91,7 @@ class Endpoints:
             "owned_by": "saguaro",
             "max_model_len": self._context,
             "mode": health.mode,
+            "mode_reason": health.mode_reason,
             "health": health.status,
         }
 

@@ -24,6 +24,7 @@ class Health:
     triton: str
     service: str
     mode: Mode | None  # what new requests get now; None when the service does not say
+    mode_reason: str | None = None
 
 
 class HealthCheck:
@@ -48,13 +49,13 @@ class HealthCheck:
         await self._client.close()
 
     async def _ask(self) -> Health:
-        alive, (service, mode) = await asyncio.gather(self._triton.alive(), self._service())
+        alive, (service, mode, reason) = await asyncio.gather(self._triton.alive(), self._service())
         triton = "ok" if alive else "down"
-        return Health("down" if not alive else service, triton, service, mode)
+        return Health("down" if not alive else service, triton, service, mode, reason)
 
-    async def _service(self) -> tuple[str, Mode | None]:
+    async def _service(self) -> tuple[str, Mode | None, str | None]:
         try:
             status = await self._client.status(_TIMEOUT_S)
         except SaguaroError:
-            return "down", None
-        return status.health, status.mode
+            return "down", None, None
+        return status.health, status.mode, status.mode_reason

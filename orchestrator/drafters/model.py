@@ -16,11 +16,13 @@ from saguaro.orchestrator.drafters.base import Trunk
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Situation
 from saguaro.orchestrator.grammar import Grammars
+from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Rule, SparseProbs, Speculation
 from saguaro.plugins.fan_out import FanOut
 
 _log = logging.getLogger(__name__)
+_LONGEST_TRUNK = 64  # rows of a sequence; more is a prompt, whose time says nothing of a step
 
 
 @dataclass
@@ -31,8 +33,10 @@ class _Branches:
     outcomes: Sequence[Outcome]
     paths: list[list[int]] = field(init=False)
     probs: list[list[SparseProbs]] = field(init=False)  # `ratio` at temperature > 0: what each draft token came from
+    growing: list[bool] = field(init=False)  # until the draft is not sure enough; then its rows are computed in vain
 
     def __post_init__(self) -> None:
+        self.growing = [True for _ in self.outcomes]
         self.paths = [[outcome.bonus] for outcome in self.outcomes]
         self.probs = [[] for _ in self.outcomes]
 
@@ -66,14 +70,18 @@ class ModelDrafter:
         *,
         width: int = 64,
         cache_aware: float = 1.0,
+        min_confidence: float = 0.0,
         grammars: Grammars | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
         self._rule: Rule = rule
         self._policy = policy  # cache-aware sampling favours what will be guessed
         self._width = width  # candidates per row at temperature > 0: under `ratio` the support of q
         self._cache_aware = cache_aware  # C of σ_{F,C}
+        self._min_confidence = min_confidence
         self._grammars = grammars  # None: drafts know no grammar, which costs acceptance
+        self._timeline = timeline or Timeline()  # told of every step
         self.memory = TokenMemory(engine.num_blocks, engine.block_size)
 
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
@@ -83,18 +91,24 @@ class ModelDrafter:
 
     def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
         lengths = [len(trunk.draft_tokens) + 1 for trunk in trunks]
-        logits = self._feed(
-            [trunk.row for trunk in trunks], [trunk.row.tokens + trunk.draft_tokens for trunk in trunks], lengths
-        )
-        return [
-            self._guess(trunk, fan_out, rows)
-            for trunk, fan_out, rows in zip(trunks, fan_outs, logits.split(lengths), strict=True)
-        ]
+        fed = [trunk.row.tokens + trunk.draft_tokens for trunk in trunks]
+
+        def guesses() -> list[list[Outcome]]:
+            logits = self._feed([trunk.row for trunk in trunks], fed, lengths)
+            return [
+                self._guess(trunk, fan_out, rows)
+                for trunk, fan_out, rows in zip(trunks, fan_outs, logits.split(lengths), strict=True)
+            ]
+
+        if max(map(len, fed), default=0) > _LONGEST_TRUNK:
+            return guesses()
+        with self._timeline.step(sum(map(len, fed)), trunk=True):
+            return guesses()
 
     def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
         branches = [_Branches(trunk, guessed) for trunk, guessed in zip(trunks, outcomes, strict=True)]
         for depth in range(max((trunk.row.lookahead for trunk in trunks), default=0)):
-            active = [b for b in branches if b.paths and depth < b.trunk.row.lookahead]
+            active = [b for b in branches if any(b.growing) and depth < b.trunk.row.lookahead]
             if not active:
                 break
             batch = fan_out_batch(
@@ -105,9 +119,10 @@ class ModelDrafter:
                 depth,
                 self._engine.block_size,
             )
-            logits = self._engine.forward(batch).logits
-            for b, rows in zip(active, logits.split(batch.rows), strict=True):
-                self._extend(b, rows)
+            with self._timeline.step(len(batch.token_ids)):
+                logits = self._engine.forward(batch).logits
+                for b, rows in zip(active, logits.split(batch.rows), strict=True):
+                    self._extend(b, rows, depth)
         return [b.speculations() for b in branches]
 
     def _feed(self, rows: Sequence[DraftRow], tokens: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> torch.Tensor:
@@ -130,27 +145,44 @@ class ModelDrafter:
             outcomes.extend(Outcome(k, token) for token in candidates.guesses(k, count, sent))
         return outcomes
 
-    def _extend(self, branches: _Branches, logits: torch.Tensor) -> None:
-        """One more token for every branch of one sequence."""
+    def _extend(self, branches: _Branches, logits: torch.Tensor, depth: int) -> None:
+        """One more token for every branch of one sequence that goes on.
+
+        Whether it does is decided by the distribution of its next token, before that is drawn: by the tokens it has,
+        which stay in the speculation, and by nothing else. So its length is known before each draw, and every token in
+        it has the distribution recorded with it. A branch that were ended by the *drawn* token would not be exact:
+        what is left of the tokens at that place would be only those that let it go on.
+        """
         row = branches.trunk.row
-        depth = len(branches.paths[0]) - 1
         tails = branches.tails()
-        candidates = self._propose(branches.trunk, logits, tails, 1)
+        candidates = self._propose(branches.trunk, logits, tails, 1, confidence=self._min_confidence > 0)
+        if candidates.confidence is not None:
+            sure = (candidates.confidence >= self._min_confidence).tolist()
+            branches.growing = [going and so for going, so in zip(branches.growing, sure, strict=True)]
         if candidates.probs is None:
-            for path, token in zip(branches.paths, candidates.ids[:, 0].tolist(), strict=True):
-                path.append(token)
+            for path, token, going in zip(branches.paths, candidates.ids[:, 0].tolist(), branches.growing, strict=True):
+                if going:
+                    path.append(token)
             return
         situation = Situation(not branches.trunk.happened, row.request.params.temperature)
         fan_out = self._policy(row.budget, row.lookahead, situation).counts[depth]
         for index, tail in enumerate(tails):
+            if not branches.growing[index]:
+                continue
             position = branches.trunk.prefix + 1 + len(tail)
-            uniform = sampling.uniform(row.request.seed, position, sampling.Purpose.DRAFT)
+            uniform = sampling.uniform(row.request.seed, position, sampling.Purpose.DRAFT, position - depth)
             token, probs = sampling.draw_draft(candidates, index, uniform, fan_out, self._cache_aware)
             branches.paths[index].append(token)
             branches.probs[index].append(probs)
 
     def _propose(
-        self, trunk: Trunk, logits: torch.Tensor, tails: Sequence[tuple[int, ...]], needed: int
+        self,
+        trunk: Trunk,
+        logits: torch.Tensor,
+        tails: Sequence[tuple[int, ...]],
+        needed: int,
+        *,
+        confidence: bool = False,
     ) -> sampling.Candidates:
         """At least `needed` candidates for the token after each tail.
 
@@ -163,7 +195,9 @@ class ModelDrafter:
         if follows or sampling.needs_history(trunk.row.request.params):
             context = self.memory.read(trunk.row.table, len(context)).tolist()
         allowed = self._allowed(trunk.row, context, tails, logits) if follows else None
-        return sampling.propose(logits, trunk.row.request, self._rule, context, tails, width, allowed)
+        return sampling.propose(
+            logits, trunk.row.request, self._rule, context, tails, width, allowed, confidence=confidence
+        )
 
     def _allowed(
         self, row: DraftRow, context: Sequence[int], tails: Sequence[tuple[int, ...]], logits: torch.Tensor

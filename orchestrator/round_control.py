@@ -1,0 +1,238 @@
+"""How the next round is run: what was measured goes in, mode, lookahead, budget and backup come out.
+
+The leader asks before each round and reports after it. Nothing here changes what is emitted: under `coupled` no token
+depends on a setting, and under `ratio` a setting depends on nothing but outcomes that are decided and times.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence as Rows
+
+from saguaro.orchestrator.analysis import overall_hit_rate
+from saguaro.orchestrator.collapse_alarm import CollapseAlarm
+from saguaro.orchestrator.config import SpeculationConfig
+from saguaro.orchestrator.costs import Costs
+from saguaro.orchestrator.estimators import DECAY, Counts
+from saguaro.orchestrator.fan_out_policy import MissCurve
+from saguaro.orchestrator.mode_control import Change, Measured, ModeControl, Reason
+from saguaro.orchestrator.protocol import Report, Step
+from saguaro.orchestrator.sequence import RoundRecord, Sequence
+from saguaro.orchestrator.speed_model import Choices, Outlook, Planner, best
+from saguaro.orchestrator.types import MODES, Backup, Mode, Setting
+from saguaro.orchestrator.verifier import RoundResult
+
+_log = logging.getLogger(__name__)
+_WHY: dict[Reason, str] = {
+    "faster": "it was measured to be faster",
+    "slower": "the other has become slower",
+    "batch": "the batch has another size",
+    "collapse": "next to no draft token is accepted",
+    "recovered": "draft tokens are accepted again",
+    "draft_lost": "the draft is away",
+    "draft_back": "the draft is back",
+}
+
+
+class RoundControl:
+    """`max_budget`: branches of a sequence that the draft's pool has room for."""
+
+    def __init__(self, config: SpeculationConfig, *, max_budget: int, verify_steps: Rows[Step] = ()) -> None:
+        self.costs = Costs()
+        self.costs.verify.observe_steps(verify_steps)
+        self.alarm = CollapseAlarm()
+        self.report = Report()
+        self.changes: Counter[tuple[Mode, Mode, Reason]] = Counter()
+        self._why = "as configured"
+        self._config = config
+        self._choices = Choices(config.lookaheads, config.budgets(max_budget), config.backups)
+        self._planner = Planner(self._choices)
+        modes = MODES[: MODES.index(config.limit) + 1]
+        auto = config.mode == "auto"
+        self._started = False  # until the first draft has connected nothing has run that could change
+        self._modes = ModeControl(modes[::-1] if auto else (config.limit,), auto=auto, on_change=self._changed)
+        self._modes.draft(False)  # none has connected yet
+        self._accepted = {made: Counts(DECAY) for made in ("hit", "miss", "sd")}  # by place, of what drafted it
+        self._after_prompt = False
+        self._lookups = {after_hit: Counts(DECAY) for after_hit in (True, False)}
+        self._latest = self._planner.setting(self._outlook, config.limit, 1)
+
+    # For the leader's loop
+
+    def setting(self, batch: int) -> Setting:
+        """Of the next round, of so many sequences."""
+        mode = self._modes.mode(batch)
+        self._latest = self._planner.setting(self._outlook, mode, batch, anew=mode != self._latest.mode)
+        return self._latest
+
+    def observe(self, batch: Rows[Sequence], result: RoundResult) -> None:
+        """The round that was run with the latest setting."""
+        self.costs.observe_draft(result.steps)
+        self.report = result.report or self.report
+        drafted = 0
+        for sequence, tokens in zip(batch, result.tokens, strict=True):
+            if tokens and len(sequence.rounds) > 1:  # the first token comes from the prompt alone
+                drafted += sequence.rounds[-1].drafted
+                self._learn(sequence.rounds[-2], sequence.rounds[-1])
+        after_prompt, self._after_prompt = self._after_prompt, not result.decoding
+        if not result.decoding:
+            return  # a prompt's round says nothing of what decoding takes
+        if result.steps and not after_prompt:  # what the speculator reports is of the round before
+            self.costs.observe_work(result.spans, result.steps)
+        self.costs.observe(result.spans)
+        for span in result.spans:
+            if span.name == "verify":
+                self.costs.verify.observe(len(batch) + drafted, (span.end - span.start) / 1e9)
+        measured = Measured(self._latest.mode, len(batch), sum(map(len, result.tokens)), result.seconds, result.settled)
+        self._modes.observe(measured, collapsed=self.alarm.on)
+
+    def _learn(self, before: RoundRecord, record: RoundRecord) -> None:
+        if record.drafted:
+            self.alarm.add(record.accepted)
+        if record.hit is None:
+            return
+        if record.mode == before.mode == "ssd" and before.hit is not None:
+            self._lookups[before.hit].add(1, 0 if record.hit else None)
+        made = "sd" if record.mode == "sd" else "hit" if record.hit else "miss"
+        if made != "hit" and self._latest.backup != self._choices.backups[0]:
+            return  # what others draft is judged by the speculator's report
+        # Only places that were decided count: what else had been drafted must not matter.
+        self._accepted[made].add_each(min(record.accepted + 1, record.asked), range(record.accepted))
+
+    def draft(self, there: bool, steps: Rows[Step] = ()) -> None:
+        """A speculator has connected, with what it measured of its model, or is gone."""
+        self.costs.observe_draft(steps, calibrating=True)
+        if there and not self._started and self._config.mode == "auto":
+            outlook = self._outlook()
+            fastest = max(MODES[::-1], key=lambda mode: best(outlook, self._choices, mode, 1).tokens_per_second)
+            self._modes.start(fastest)
+            self._why = "predicted to be the fastest"
+        self._modes.draft(there)
+        self._started |= there
+
+    # For whoever wants to know
+
+    @property
+    def mode(self) -> Mode:
+        """What new requests get now."""
+        return self._modes.effective
+
+    @property
+    def reason(self) -> str:
+        """Why that mode."""
+        return self._why if self._modes.drafting or self._config.limit == "ar" else _WHY["draft_lost"]
+
+    @property
+    def latest(self) -> Setting:
+        """Of the last round, probes included."""
+        return self._latest
+
+    @property
+    def lookahead(self) -> int:
+        """The most draft tokens that the next round may verify for a sequence."""
+        return 0 if self._latest.mode == "ar" else self._latest.lookahead
+
+    @property
+    def probes(self) -> dict[Mode, int]:
+        """Probes of each mode so far."""
+        return self._modes.probes
+
+    def rates(self) -> dict[tuple[int, Mode], float]:
+        """Measured tokens per second of a sequence, by largest batch of the band and mode."""
+        return self._modes.rates()
+
+    def acceptance(self, made: str) -> list[float]:
+        """Of each place, given that the ones before were accepted: after a `hit`, a `miss`, or in `sd`."""
+        places = len(self._accepted[made].trials)
+        return self._accepted[made].rates(self._pooled(places))
+
+    def hit_rate(self, after_hit: bool) -> float | None:
+        """p_hit after a round that hit, and after one that missed; None while nothing was looked up."""
+        counts = self._lookups[after_hit]
+        return float(counts.successes[0] / counts.trials[0]) if len(counts.trials) else None
+
+    @property
+    def p_hit(self) -> float | None:
+        """Over all (Theorem 7)."""
+        after_hit, after_miss = self.hit_rate(True), self.hit_rate(False)
+        if after_hit is None or after_miss is None:
+            return after_hit if after_miss is None else after_miss
+        return overall_hit_rate(after_hit, after_miss)
+
+    # Inside
+
+    def _outlook(self) -> Outlook:
+        places = max(self._choices.lookaheads)
+        pooled = self._pooled(places)
+        of = {made: counts.rates(pooled) for made, counts in self._accepted.items()}
+        rejected, accepted = self._curve(False), self._curve(True)
+        backups: dict[Backup, Rows[float]] = {}
+        in_turn: dict[Backup, Rows[float]] = {}
+        for name in self._choices.backups:
+            drafted = name == "primary" or len(self._choices.backups) == 1  # its own figures are measured
+            backups[name] = of["miss"] if drafted else self._of_text(name, places)
+            in_turn[name] = of["sd"] if drafted else backups[name]
+        return Outlook(
+            verify=self.costs.verify,
+            draft=self.costs.draft,
+            trunk=self.costs.trunk,
+            overhead=self.costs.overhead,
+            prepared=of["hit"],
+            backups=backups,
+            in_turn=in_turn,
+            rejected=rejected,
+            accepted=accepted,
+        )
+
+    def _pooled(self, places: int) -> list[float]:
+        """Acceptance by place over everything; beyond what was seen, that of the last places seen."""
+        prior = self._config.fan_out.acceptance
+        trials = sum(float(counts.trials.sum()) for counts in self._accepted.values())
+        successes = sum(float(counts.successes.sum()) for counts in self._accepted.values())
+        return [(successes + 10 * prior) / (trials + 10)] * places
+
+    def _of_text(self, name: Backup, places: int) -> list[float]:
+        """Of a backup without a model, from what the speculator says it would have had accepted."""
+        if name == "none":
+            return []
+        known = list(self.report.acceptance.get(name, ()))
+        prior = known[-1] if known else self._config.prior_after(name)
+        return [*known, *[prior] * places][:places]
+
+    def _curve(self, accepted: bool) -> MissCurve:
+        """The fits of all situations, by what each rests on; the prior where there is none."""
+        fits = [fit for fit in self.report.curves if fit.accepted == accepted]
+        rounds = sum(fit.rounds for fit in fits)
+        if not rounds:
+            return self._config.prior.curve
+        scale = sum(fit.scale * fit.rounds for fit in fits) / rounds
+        exponent = sum(fit.exponent * fit.rounds for fit in fits) / rounds
+        return MissCurve(scale, exponent)
+
+    def _changed(self, change: Change) -> None:
+        if not self._started:
+            return  # nothing ran before
+        self._why = _WHY[change.reason]
+        self.changes[change.before, change.after, change.reason] += 1
+        figures = ", ".join(
+            f"{name} {value:.3g}"
+            for name, value in (
+                (f"{change.after}, tokens/s of a sequence", change.rate_after),
+                (f"{change.before}", change.rate_before),
+                ("T_p", self.costs.t_p),
+                ("T_b", self.costs.t_b),
+                ("hit rate", self.p_hit),
+                ("acceptance", (self._pooled(1))[0]),
+            )
+            if value is not None
+        )
+        _log.log(
+            logging.WARNING if MODES.index(change.after) < MODES.index(change.before) else logging.INFO,
+            "mode %s instead of %s at batch %d: %s (%s)",
+            change.after,
+            change.before,
+            change.batch,
+            self._why,
+            figures,
+        )

@@ -1,0 +1,184 @@
+"""What a setting would bring, by the paper's formulas over measured figures, and the best one. Pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saguaro.orchestrator import analysis
+from saguaro.orchestrator.fan_out_policy import MissCurve
+from saguaro.orchestrator.types import Backup, Mode, Setting
+
+Time = Callable[[float], float]  # rows -> seconds
+_SMALL = 8  # branches
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known of a deployment: from measurements, and where there are none from priors.
+
+    Acceptances are of each place in a speculation, given that the tokens before it were accepted.
+    """
+
+    verify: Time
+    draft: Time  # a step of the draft
+    trunk: Time  # its forward over trunks, from which outcomes are guessed
+    prepared: Sequence[float]  # acceptance of speculations that had been prepared
+    backups: Mapping[Backup, Sequence[float]]  # and of those drafted after a miss
+    in_turn: Mapping[Backup, Sequence[float]]  # and in `sd`, where every speculation is
+    rejected: MissCurve  # of the bonus token after a rejection
+    accepted: MissCurve  # after full acceptance
+    overhead: float = 0.0  # seconds that the speculator works in a round beside its steps
+
+
+@dataclass(frozen=True)
+class Prediction:
+    setting: Setting
+    tokens_per_second: float  # of a sequence
+    p_hit: float = 0.0
+    e_hit: float = 0.0
+    e_miss: float = 0.0
+    t_p: float = 0.0
+    t_b: float = 0.0
+
+
+def predict(outlook: Outlook, setting: Setting, batch: int) -> Prediction:
+    """One setting at a batch size (Theorem 7, Corollary 16).
+
+    Time is that of the verification of K+1 rows for each sequence, not of a plain step: longer trunks cost more.
+    """
+    if setting.mode == "ar":
+        return Prediction(setting, _per_second(1.0, outlook.verify(batch)))
+    lookahead, trunks = setting.lookahead, batch * (setting.lookahead + 1)
+    verify = outlook.verify(trunks)
+    e_miss = _tokens((outlook.in_turn if setting.mode == "sd" else outlook.backups)[setting.backup][:lookahead])
+    if setting.mode == "sd":
+        drafting = _backup_seconds(outlook, setting, batch)
+        # The draft's KV follows the trunk while the target is busy.
+        seconds = max(verify, outlook.trunk(trunks)) + drafting
+        return Prediction(setting, _per_second(e_miss, seconds), e_miss=e_miss, t_b=_ratio(drafting, verify))
+    prepare = prepare_seconds(outlook, batch, lookahead, setting.budget)
+    after_hit = _hit_rates(outlook, outlook.prepared[:lookahead], setting.budget)[setting.budget]
+    after_miss = _hit_rates(outlook, outlook.backups[setting.backup][:lookahead], setting.budget)[setting.budget]
+    p_hit = analysis.overall_hit_rate(after_hit, after_miss)
+    e_hit = _tokens(outlook.prepared[:lookahead])
+    some_miss = 1 - p_hit**batch
+    missing = batch * (1 - p_hit) / some_miss if some_miss > 0 else 1.0  # rows, in rounds with a miss
+    drafting = _backup_seconds(outlook, setting, missing)
+    t_p, t_b = _ratio(prepare, verify), _ratio(drafting, verify)
+    speed_up = analysis.ssd_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch, interrupt=False)
+    return Prediction(setting, _per_second(speed_up, verify), p_hit, e_hit, e_miss, t_p, t_b)
+
+
+def prepare_seconds(outlook: Outlook, batch: int, lookahead: int, budget: int) -> float:
+    """The trunks in one forward, then all branches, a token at a time."""
+    branches = lookahead * outlook.draft(batch * budget) if budget else 0.0
+    return outlook.overhead + outlook.trunk(batch * (lookahead + 1)) + branches
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be chosen; a single value is a decision of the deployment."""
+
+    lookaheads: Sequence[int]
+    budgets: Sequence[int]  # in rising order
+    backups: Sequence[Backup]
+
+    @property
+    def open(self) -> bool:
+        return len(self.lookaheads) > 1 or len(self.budgets) > 1 or len(self.backups) > 1
+
+
+def best(outlook: Outlook, choices: Choices, mode: Mode, batch: int) -> Prediction:
+    """The setting of a mode with the highest predicted speed.
+
+    For each lookahead the largest budget whose branches are done before the verification (T_p <= 1): more guesses never
+    hurt as long as they are free. Where not even the smallest is, the verifier waits in any case, and the best of the
+    small ones is taken.
+    """
+    found: list[Prediction] = []
+    for lookahead in choices.lookaheads if mode != "ar" else choices.lookaheads[:1]:
+        budgets = _budgets(outlook, choices, lookahead, batch) if mode == "ssd" else [0]
+        backups = choices.backups if mode != "ar" else choices.backups[:1]
+        for budget, backup in itertools.product(budgets, backups):
+            found.append(predict(outlook, Setting(mode, lookahead, budget, backup), batch))
+    return max(found, key=lambda prediction: prediction.tokens_per_second)
+
+
+def _budgets(outlook: Outlook, choices: Choices, lookahead: int, batch: int) -> list[int]:
+    verify = outlook.verify(batch * (lookahead + 1))
+    free = [budget for budget in choices.budgets if prepare_seconds(outlook, batch, lookahead, budget) <= verify]
+    small = [budget for budget in choices.budgets if budget <= _SMALL]
+    return free[-1:] or small or [choices.budgets[0]]
+
+
+class Planner:
+    """The setting in force for each mode and batch size. It gives way only to one that is predicted to be faster by
+    more than `gain`, so that noise in the measurements does not change it."""
+
+    def __init__(self, choices: Choices, *, gain: float = 0.02, review: int = 8, longest: int = 512) -> None:
+        self._choices = choices
+        self._gain = gain
+        self._review = review  # rounds between two looks; twice as many after each that changed nothing
+        self._longest = longest
+        self._plans: dict[tuple[Mode, int], _Plan] = {}
+
+    def setting(self, outlook: Callable[[], Outlook], mode: Mode, batch: int, *, anew: bool = False) -> Setting:
+        """To be asked once a round. `anew`: the mode did not run before, and what is known of it may have changed."""
+        plan = self._plans.get((mode, batch))
+        if plan is None:
+            prediction = best(outlook(), self._choices, mode, batch)
+            plan = self._plans[mode, batch] = _Plan(prediction.setting, self._review, self._review // 2)
+        elif mode != "ar" and self._choices.open:
+            plan.left -= 1
+            if plan.left <= 0 or anew:
+                self._look_again(plan, outlook(), mode, batch)
+        return plan.setting
+
+    def _look_again(self, plan: _Plan, outlook: Outlook, mode: Mode, batch: int) -> None:
+        now = predict(outlook, plan.setting, batch)
+        then = best(outlook, self._choices, mode, batch)
+        if then.tokens_per_second > now.tokens_per_second * (1 + self._gain):
+            plan.setting, plan.pause = then.setting, self._review
+        else:
+            plan.pause = min(2 * plan.pause, self._longest)
+        plan.left = plan.pause
+
+
+@dataclass
+class _Plan:
+    setting: Setting
+    pause: int
+    left: int
+
+
+def _backup_seconds(outlook: Outlook, setting: Setting, rows: float) -> float:
+    return setting.lookahead * outlook.draft(rows) if setting.backup == "primary" else 0.0
+
+
+def _tokens(acceptance: Sequence[float]) -> float:
+    """Tokens of a round, bonus included."""
+    return 1.0 + float(np.cumprod(acceptance).sum())
+
+
+def _hit_rates(outlook: Outlook, acceptance: Sequence[float], budget: int) -> NDArray[np.float64]:
+    """[budget + 1] The best hit rate of each budget: the greatest gains of a guess, wherever they are.
+
+    Exact where a second guess gains no more than the first (1 - c >= c (1 - 2^-r)); elsewhere a little too high.
+    """
+    weights = np.array(analysis.outcome_weights(acceptance))
+    rejected, accepted = (np.diff(curve.hits(budget)) for curve in (outlook.rejected, outlook.accepted))
+    gains = np.concatenate([np.outer(weights[:-1], rejected).ravel(), weights[-1] * accepted])
+    return np.concatenate([[0.0], np.sort(gains)[::-1].cumsum()[:budget]])
+
+
+def _per_second(tokens: float, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else tokens
+
+
+def _ratio(seconds: float, verify: float) -> float:
+    return seconds / verify if verify > 0 else 0.0
