@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +33,6 @@ from saguaro.orchestrator.types import Mode, SamplingParams
 
 OPEN_MPI = Path(__file__).parents[1] / ".cache" / "openmpi"
 LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(store: Path) -> Iterator[LLM]:
-    with LLM("tiny", store=store) as llm:
-        yield llm
 
 
 def rank_pid(role: str, runtime: Path) -> int:
@@ -253,11 +247,8 @@ async def until(launcher: Launcher, condition: Callable[[Status], bool]) -> Stat
     return status
 
 
-@in_loop
-async def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(
-    tiny: Callable[[], Launcher], nothing_left: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with tiny() as launcher:
+def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    async def run(launcher: Launcher) -> None:
         whole = await stream(launcher)
         victim = rank_pid("draft", launcher.runtime)
         killed: list[int] = []
@@ -280,6 +271,8 @@ async def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(
         assert stats is not None
         assert stats.hit_rate is not None
         assert stats.hit_rate > 0  # speculation is back
+
+    llm._loop.run(run(llm._launcher))
     assert "decoding goes on without speculation" in caplog.text
     assert "the draft group ended with status" in caplog.text
 
@@ -349,17 +342,14 @@ async def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
     assert "speculation resumes" in caplog.text
 
 
-@in_loop
-async def test_a_killed_target_is_started_again_and_its_streams_go_on(
-    tiny: Callable[[], Launcher], nothing_left: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_target_is_started_again_and_its_streams_go_on(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """16 streams, of which 4 run at a time: all end with the text of an undisturbed run."""
 
     async def answer(launcher: Launcher, seed: int) -> list[int]:
         params = replace(LONG, seed=seed, max_tokens=60)
         return [token async for event in launcher.client.stream([seed], params) for token in event.tokens]
 
-    async with tiny() as launcher:
+    async def run(launcher: Launcher) -> None:
         undisturbed = await asyncio.gather(*(answer(launcher, seed) for seed in range(16)))
         working = [asyncio.create_task(answer(launcher, seed)) for seed in range(16)]
         await until(launcher, lambda status: status.running == 4)
@@ -367,6 +357,8 @@ async def test_a_killed_target_is_started_again_and_its_streams_go_on(
         assert await asyncio.gather(*working) == undisturbed
         status = await until(launcher, lambda status: status.health == "ok")
         assert status.free_target_blocks == status.target_blocks
+
+    llm._loop.run(run(llm._launcher))
     assert "the target group ended with status" in caplog.text
 
 
@@ -374,7 +366,8 @@ async def test_a_killed_target_is_started_again_and_its_streams_go_on(
 async def test_a_target_that_keeps_dying_ends_its_streams_with_the_reason(store: Path, nothing_left: None) -> None:
     path = find_deployment("tiny")
     config = read_deployment(path)
-    config = replace(config, serving=replace(config.serving, max_restarts=0))
+    serving = replace(config.serving, max_restarts=0)
+    config = replace(config, serving=serving, speculation=replace(config.speculation, mode="ar"))
     async with Launcher(config, *build_engines(config, path, store)) as launcher:
         victim = rank_pid("target", launcher.runtime)
         with pytest.raises(LaunchError, match="the target group ended with status"):

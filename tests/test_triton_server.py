@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from fuzzing import AMOUNTS
 from saguaro.errors import LaunchError
 from saguaro.orchestrator.types import SamplingParams
-from saguaro.triton_repo.server import TritonServer
+from saguaro.triton_repo.server import TritonServer, _installation
 from saguaro.triton_repo.tensors import ENSEMBLE, SSD
 from serving import MAX_QUEUE, Served, at_once, text_of
 from test_triton_request import fuzzed_fields
@@ -191,6 +191,22 @@ def test_stop_cancels_by_request_id_through_the_ensemble(served: Served) -> None
     served.until_idle()
 
 
+def as_nvidias_client_asks(served: Served, values: dict[str, Any], outputs: list[str]) -> list[Any]:
+    """All results of one request over a stream of its own, which is closed as soon as it is sent."""
+    inputs = []
+    for name, value in values.items():
+        inputs.append(grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
+        inputs[-1].set_data_from_numpy(value)
+    results, errors = [], []
+    with grpc.InferenceServerClient(f"127.0.0.1:{served.server.grpc_port}") as client:
+        client.start_stream(callback=lambda result, error: errors.append(error) if error else results.append(result))
+        wanted = [grpc.InferRequestedOutput(name) for name in outputs]
+        client.async_stream_infer("ensemble", inputs, outputs=wanted, request_id="1")
+        client.stop_stream()
+    assert errors == []
+    return results
+
+
 def test_a_client_for_nvidias_ensemble(served: Served) -> None:
     """Tensors as the clients in NVIDIA's TensorRT-LLM backend make them: [1, 1], words as [1, n]; text read at [0]."""
     values = {
@@ -212,26 +228,19 @@ def test_a_client_for_nvidias_ensemble(served: Served) -> None:
         "seed": np.array([[7]], np.uint64),
         "exclude_input_in_output": np.array([[False]]),
     }
-    inputs = []
-    for name, value in values.items():
-        inputs.append(grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
-        inputs[-1].set_data_from_numpy(value)
-    wanted = [grpc.InferRequestedOutput(name) for name in ("text_output", "cum_log_probs", "output_log_probs")]
-    texts, errors = [], []
-
-    def callback(result: Any, error: Any) -> None:
-        if error:
-            errors.append(error)
-        else:
-            texts.append(result.as_numpy("text_output")[0].decode("utf-8"))
-            assert result.as_numpy("output_log_probs").ndim == 3
-
-    with grpc.InferenceServerClient(f"127.0.0.1:{served.server.grpc_port}") as client:
-        client.start_stream(callback=callback)
-        client.async_stream_infer("ensemble", inputs, outputs=wanted, request_id="1")
-        client.stop_stream()
-    assert errors == []
-    assert len(texts) > 1
+    asked = ["text_output", "cum_log_probs", "output_log_probs"]
+    results = as_nvidias_client_asks(served, values, asked)
+    assert len(results) > 1
+    assert "".join(result.as_numpy("text_output")[0].decode("utf-8") for result in results)
+    assert all(result.as_numpy("output_log_probs").ndim == 3 for result in results)
+    # Several answers, which it tells apart by [0][0] of these two.
+    several = values | {"num_return_sequences": np.array([[2]], np.int32), "temperature": np.array([[1.0]], np.float32)}
+    texts = ["", ""]
+    for result in as_nvidias_client_asks(served, several, [*asked, "sequence_index", "batch_index"]):
+        assert result.as_numpy("batch_index")[0][0] == 0
+        texts[result.as_numpy("sequence_index")[0][0]] += result.as_numpy("text_output")[0].decode("utf-8")
+    assert all(texts)
+    assert texts[0] != texts[1]
     # The same from the command line, in the words of NVIDIA's guide.
     body = {"text_input": PROMPT, "max_tokens": 5, "bad_words": "", "stop_words": "", "top_k": 1}
     status, answer = served.post("generate", body)
@@ -387,8 +396,26 @@ def test_a_model_that_cannot_load_is_reported_with_its_reason(tmp_path: Path) ->
     asyncio.run(run())
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tritonserver on PATH, as containers have it; a file that it has been started."""
+    executable, options, environment = _installation(tmp_path / "wheel")
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "tritonserver"
+    started = tmp_path / "started"
+    libraries = environment.get("LD_LIBRARY_PATH", "")
+    command.write_text(
+        f'#!/bin/sh\ntouch {started}\nLD_LIBRARY_PATH={libraries} exec {executable} {" ".join(options)} "$@"\n'
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    return started
+
+
 @pytest.mark.usefixtures("served")
-def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_stub_is_noticed_and_nothing_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, installed: Path
+) -> None:
     async def run() -> None:
         server = _server(_repository(tmp_path, "pass"))
         with pytest.raises(LaunchError, match="has not been started"):
@@ -407,6 +434,7 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path, caplog: pyte
             await asyncio.sleep(0.05)
         await server.stop()
         assert _remains(server) == []
+        assert installed.exists(), "the server on PATH goes before the wheel's"
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
