@@ -12,6 +12,7 @@ import socket
 import time
 import urllib.request
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from fuzzing import AMOUNTS
@@ -348,6 +350,64 @@ def test_any_tensors_are_answered_or_refused(served: Served, amount: int) -> Non
         check_fuzzed(served, some)
 
     fuzz()
+    served.until_idle()
+    assert served.loop.run(served.server.trouble()) is None
+
+
+# What Triton 24.10 says of JSON that it cannot make tensors of, always with status 500. All else is the models' to say.
+_TRITONS_JSON = re.compile(
+    "failed to parse the request JSON buffer: |Unable to parse |Expected JSON object for keyword: |"
+    "parameter key .* was not found in the JSON"
+)
+
+
+def check_http(served: Served, body: Mapping[str, Any] | bytes) -> None:
+    """Answered, or refused with 400; with 500 only by Triton itself, before any model has seen the request."""
+    status, answer = served.post("generate", body)
+    if status == 200:
+        assert answer["finish_reason"] in ("length", "stop", "timeout")
+        return
+    assert set(answer) == {"error"}
+    if status == 500:
+        assert _TRITONS_JSON.match(answer["error"]), answer
+    else:
+        assert status == 400
+        assert "internal error" not in answer["error"]
+        assert "not healthy" not in answer["error"]
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=6,
+)
+_names = st.sampled_from([*(spec.name for spec in ENSEMBLE.inputs), "id", "parameters"]) | st.text(max_size=9)
+_SMALL = {"text_input": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_any_json_is_answered_or_refused(served: Served, amount: int) -> None:
+    """Right bodies with a few fields of anything, then bytes of anything in the middle of a right one."""
+    start = json.dumps(_SMALL).encode()
+
+    @settings(max_examples=amount // 2, deadline=None)
+    @given(st.dictionaries(_names, _json, min_size=1, max_size=3))
+    def fields_of_anything(some: dict[str, Any]) -> None:
+        few = some["max_tokens"] if isinstance(some.get("max_tokens"), int) else 1
+        check_http(served, _SMALL | some | ({"max_tokens": 2} if few > 2 else {}))
+
+    @settings(max_examples=amount - amount // 2, deadline=None)
+    @given(st.binary(max_size=100), st.integers(0, len(start)))
+    def bytes_of_anything(data: bytes, cut: int) -> None:
+        check_http(served, start[:cut] + data + start[cut:])
+
+    fields_of_anything()
+    bytes_of_anything()
     served.until_idle()
     assert served.loop.run(served.server.trouble()) is None
 
