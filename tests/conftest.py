@@ -90,7 +90,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(
         "name: simulated\n"
         "target: {recipe: target.yaml, kv_tokens: 4096}\ndraft: {recipe: draft.yaml, kv_tokens: 16384}\n"
-        "speculation: {mode: ssd, lookahead: 3, fan_out: {budget: 8}}\nserving: {max_sequences: 4}\n"
+        "speculation: {mode: ssd, lookahead: 3, fan_out: {budget: 8}}\nserving:\n  max_sequences: 4\n"
     )
     return path
 

@@ -44,9 +44,9 @@ def test_generate_json_and_trace(store: Path, tmp_path: Path, nothing_left: None
     assert all(event["dur"] >= 0 for event in work)
 
 
-def test_generate_streams_then_says_one_line(store: Path, nothing_left: None) -> None:
+def test_generate_streams_then_says_one_line(store: Path, simulated: Path, nothing_left: None) -> None:
     done = saguaro(
-        *("generate", "--deployment", "tiny", "--store", str(store), "--mode", "sd", "--raw"),
+        *("generate", "--deployment", str(simulated), "--store", str(store), "--mode", "sd", "--raw"),
         *("--seed", "4", "--max-tokens", "8", "hello"),
     )
     assert done.returncode == 0, done.stderr

@@ -341,26 +341,6 @@ async def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
     assert "speculation resumes" in caplog.text
 
 
-def test_a_killed_target_is_started_again_and_its_streams_go_on(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """16 streams, of which 4 run at a time: all end with the text of an undisturbed run."""
-
-    async def answer(launcher: Launcher, seed: int) -> list[int]:
-        params = replace(LONG, seed=seed, max_tokens=60)
-        return [token async for event in launcher.client.stream([seed], params) for token in event.tokens]
-
-    async def run(launcher: Launcher) -> None:
-        undisturbed = await asyncio.gather(*(answer(launcher, seed) for seed in range(16)))
-        working = [asyncio.create_task(answer(launcher, seed)) for seed in range(16)]
-        await until(launcher, lambda status: status.running == 4)
-        os.kill(rank_pid("target", launcher.runtime), signal.SIGKILL)
-        assert await asyncio.gather(*working) == undisturbed
-        status = await until(launcher, lambda status: status.health == "ok")
-        assert status.free_target_blocks == status.target_blocks
-
-    llm._loop.run(run(llm._launcher))
-    assert "the target group ended with status" in caplog.text
-
-
 @in_loop
 async def test_a_target_that_keeps_dying_ends_its_streams_with_the_reason(
     store: Path, simulated: Path, nothing_left: None

@@ -23,7 +23,7 @@ import pytest
 from conftest import in_loop, leftovers, on_two_ranks, rank_pid
 from saguaro.orchestrator.config import find_deployment
 from saguaro.supervisor.state import process_start
-from soak import processes, soak
+from soak import at_rest, processes, soak
 
 STREAMS = 16
 TOKENS = 60
@@ -84,6 +84,13 @@ def deployment(home: Path, name: str, ports: str = PORTS) -> str:
     file = home / f"{name}.yaml"
     text = find_deployment("tiny").read_text().replace("name: tiny", f"name: {name}")
     file.write_text(text + ports + "  max_restarts: 5\n")
+    return str(file)
+
+
+def simulation(simulated: Path, name: str, more: str = PORTS) -> str:
+    """Another name for the deployment of simulated models, with `more` in its `serving:`."""
+    file = simulated.with_name(f"{name}.yaml")
+    file.write_text(simulated.read_text().replace("name: simulated", f"name: {name}") + more)
     return str(file)
 
 
@@ -239,6 +246,7 @@ async def test_a_dead_rank_costs_no_token(role: str, rank: int, served: Served) 
     if role == "target":
         died = rf"after its rank (\d or )?{rank}( or \d)? died"
         assert re.search(f"the target group ended with status .* {died}.* started again", served.log.read_text())
+    await at_rest(addresses, {}, {})  # every block is free
 
 
 @pytest.mark.parametrize("name", [b"triton_python_backend_stub", b"tritonserver --"])
@@ -297,10 +305,9 @@ async def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served: 
     assert "stopped" in served.log.read_text().splitlines()[-1]
 
 
-def test_told_twice_it_ends_what_runs_at_once(home: Path, store: Path, nothing_left: None) -> None:
-    file = Path(deployment(home, "hurried", PORTS + "  grace_s: 600\n"))
-    file.write_text(file.read_text().replace("mode: ssd", "mode: ar"))  # one process less to start
-    assert saguaro("serve", str(file), "--store", str(store), "--no-openai", "--detach").returncode == 0
+def test_told_twice_it_ends_what_runs_at_once(home: Path, store: Path, simulated: Path, nothing_left: None) -> None:
+    file = simulation(simulated, "hurried", PORTS + "  grace_s: 600\n")
+    assert saguaro("serve", file, "--store", str(store), "--no-openai", "--detach").returncode == 0
     state = json.loads(saguaro("status", "hurried", "--json").stdout)
 
     async def ask() -> list[tuple[list[int], str | None]]:
@@ -321,9 +328,9 @@ def test_told_twice_it_ends_what_runs_at_once(home: Path, store: Path, nothing_l
 
 
 def test_detached_it_is_ready_and_a_killed_supervisor_leaves_nothing(
-    home: Path, store: Path, nothing_left: None
+    home: Path, store: Path, simulated: Path, nothing_left: None
 ) -> None:
-    done = saguaro("serve", deployment(home, "alone"), "--store", str(store), "--no-openai", "--detach")
+    done = saguaro("serve", simulation(simulated, "alone"), "--store", str(store), "--no-openai", "--detach")
     assert done.returncode == 0, done.stderr
     state = json.loads(saguaro("status", "--json").stdout)
     assert (state["name"], state["status"], "openai" in state["parts"]) == ("alone", "ok", False)
