@@ -507,6 +507,15 @@ def test_the_server_is_well_and_shows_metrics(served: Served) -> None:
         assert 'nv_inference_request_success{model="ensemble"' in answer.read().decode()
 
 
+def test_a_shell_that_has_ended_is_no_dead_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton starts some while models load; one of them, not yet waited for, ended a deployment's start."""
+    children = [("sh", "Z"), ("triton_python_b", "S")]
+    monkeypatch.setattr("saguaro.triton_repo.server._children", lambda pid: iter(children))
+    assert served.loop.run(served.server.death()) is None
+    children.append(("triton_python_b", "Z"))
+    assert "has died" in (served.loop.run(served.server.death()) or "")
+
+
 def test_a_machine_without_triton_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("saguaro.triton_repo.server.find_spec", lambda name: None)
