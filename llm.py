@@ -17,15 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer
-
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.loop_thread import LoopThread
 from saguaro.orchestrator.metrics import RequestStats
-from saguaro.orchestrator.prompts import Prompt, encode_prompt
+from saguaro.orchestrator.prompts import Prompt, encode_prompt, load_tokenizer
 from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.service_protocol import Status
 from saguaro.orchestrator.types import Auto, FinishReason, Mode, SamplingParams, TokenLogprobs
@@ -82,7 +80,7 @@ class LLM:
             config = read_deployment(path)
         config = _with_overrides(config, mode, lookahead)
         target, draft = build_engines(config, path, store)
-        self._tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        self._tokenizer = load_tokenizer(target)
         self._launcher = Launcher(config, target, draft)
         self._loop = LoopThread()
         self._exit = ExitStack()

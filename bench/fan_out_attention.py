@@ -25,7 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from saguaro.engines.base import fan_out_batch
 from saguaro.plugins.attention import fan_out_attention, plan_attention
-from saguaro.plugins.fan_out import FanOut, FanOutMask
+from saguaro.plugins.fan_out import FanOut
+from saguaro.plugins.fan_out_mask import FanOutMask
 
 # The draft of the embedded default (Qwen2.5-Coder 0.5B), which computes in float32 on the CPU.
 HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64

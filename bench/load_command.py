@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 import saguaro
 from saguaro.bench.load import LoadPlan, LoadPoint, read_prompts, run_load, shipped_prompts, write_results
@@ -17,7 +16,7 @@ from saguaro.bench.perf_analyzer import VERSION, perf_analyzer
 from saguaro.errors import ConfigError
 from saguaro.llm import build_engines
 from saguaro.orchestrator.config import read_deployment
-from saguaro.orchestrator.prompts import encode_prompt
+from saguaro.orchestrator.prompts import encode_prompt, load_tokenizer
 from saguaro.orchestrator.types import MODES, Mode
 from saguaro.supervisor.control import status
 
@@ -46,7 +45,7 @@ def load(
     wanted = LoadPlan(prompts=texts, modes=tuple(modes) or allowed, **levels)
     path = Path(state.deployment)
     target, _ = build_engines(read_deployment(path), path, store)
-    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    tokenizer = load_tokenizer(target)
 
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, [{"role": "user", "content": text}])

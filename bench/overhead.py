@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from saguaro.bench.load import shipped_prompts
 from saguaro.errors import LinkError
@@ -27,7 +26,7 @@ from saguaro.llm import build_engines
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import read_deployment
 from saguaro.orchestrator.plan import service_socket
-from saguaro.orchestrator.prompts import encode_prompt
+from saguaro.orchestrator.prompts import encode_prompt, load_tokenizer
 from saguaro.orchestrator.types import SamplingParams
 from saguaro.supervisor.control import status
 from saguaro.supervisor.state import RunState
@@ -84,7 +83,7 @@ def measure(state: RunState, store: Path, max_tokens: int, prompts: int) -> list
     """Both ways one after the other for each prompt, in turns, after one answer that puts it into the prefix cache."""
     path = Path(state.deployment)
     target, _ = build_engines(read_deployment(path), path, store)
-    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    tokenizer = load_tokenizer(target)
     (runtime,) = Path(state.folder).glob("saguaro-*")  # the launcher's
     runs = []
     for number, text in enumerate(shipped_prompts()[:prompts]):

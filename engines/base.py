@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from saguaro.errors import EngineError
-from saguaro.plugins.fan_out import FanOut, FanOutMask
+from saguaro.plugins.fan_out import FanOut
+from saguaro.plugins.fan_out_mask import FanOutMask
 
 # Logits of one context in forwards of different shape: from rounding in the activations' dtype.
 LOGIT_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}

@@ -27,7 +27,7 @@ from torch.nn import functional
 from saguaro.engines.base import Engine, ForwardBatch
 from saguaro.engines.kv_pool import head_dim
 from saguaro.errors import LinkError
-from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.fan_out_mask import FanOutMask
 
 _TIMEOUT = timedelta(seconds=120)  # of meeting, and of collectives within a forward: there, ranks are never far apart
 _IDLE = timedelta(days=3650)  # followers wait for a batch as long as there is none; a dead leader ends the wait at once

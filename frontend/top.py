@@ -111,8 +111,6 @@ def top(url: str, *, interval: float, once: bool, as_json: bool) -> None:
     view = Top(url)
     frame = view.frame()
     console = Console()
-    if not console.is_terminal:
-        console.width = 120  # in a file nothing says how wide it is, and rich's 80 are too few
     if once or as_json:
         time.sleep(interval)
         frame = view.frame()
@@ -150,39 +148,31 @@ def render(frame: dict[str, Any]) -> RenderableType:
         "free blocks  "
         + "  ".join(f"{pool} {b['free']}/{b['all']} ({b['cached']} cached)" for pool, b in frame["blocks"].items())
     )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in (
-        "",
-        "tokens/s",
-        "acc. length",
-        "hit rate",
-        "E_hit",
-        "E_miss",
-        "speed-up",
-        "T_p",
-        "T_b",
-        "verify",
-        "wait",
-    ):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    times = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("", "tokens", "requests", "first token", "between tokens", "draft idle"):
-        times.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    speed = _table("tokens/s", "acc. length", "hit rate", "E_hit", "E_miss", "speed-up")
+    rounds = _table("T_p", "T_b", "verify", "wait", "draft idle")
+    requests = _table("tokens", "requests", "first token", "between tokens")
     for name, key in ((f"last {frame['seconds']:.0f} s", "now"), ("since start", "since_start")):
         f = Figures(**frame[key])
-        table.add_row(
+        speed.add_row(
             name,
             *(_text(value, 2) for value in (f.tokens_per_second, f.acceptance_length, f.hit_rate, f.e_hit, f.e_miss)),
             _text(f.speed_up, 2, " x ar"),
-            _text(f.t_p, 2),
-            _text(f.t_b, 2),
-            _text(f.verify_ms, 1, " ms"),
-            _text(f.wait_ms, 1, " ms"),
         )
         idle = None if f.speculator_idle is None else 100 * f.speculator_idle
+        times = (_text(f.verify_ms, 1, " ms"), _text(f.wait_ms, 1, " ms"))
+        rounds.add_row(name, _text(f.t_p, 2), _text(f.t_b, 2), *times, _text(idle, 0, " %"))
         ttft, gap = _text(f.ttft_ms, 0, " ms"), _text(f.inter_token_ms, 1, " ms")
-        times.add_row(name, str(f.tokens), str(f.requests), ttft, gap, _text(idle, 0, " %"))
-    return Group(title, load, blocks, Text(), table, Text(), times, Text(), *_troubles(frame))
+        requests.add_row(name, str(f.tokens), str(f.requests), ttft, gap)
+    return Group(title, load, blocks, Text(), speed, Text(), rounds, Text(), requests, Text(), *_troubles(frame))
+
+
+def _table(*columns: str) -> Table:
+    """For a row of figures under each name; narrow enough for a terminal of 80 columns."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _troubles(frame: dict[str, Any]) -> list[Text]:

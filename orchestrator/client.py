@@ -72,7 +72,7 @@ class _Request:
         timeout = self.submit.timeout_s
         if timeout is not None:
             timeout = max(_NO_TIME, timeout - (time.monotonic() - self.submitted))
-        return msgspec.structs.replace(self.submit, delivered=self.delivered, timeout_s=timeout)
+        return msgspec.structs.replace(self.submit, delivered=self.delivered, resumed=True, timeout_s=timeout)
 
 
 class Client:
@@ -122,19 +122,17 @@ class Client:
         number = next(self._numbers)
         submit = Submit(number, prompt, params, mode, lookahead, trace, priority=priority, timeout_s=timeout_s)
         request = self._requests[number] = _Request(submit, time.monotonic())
-        finished = False
         try:
             await self._send(request.submit)
-            while not finished:
+            while True:
                 event = await request.events.get()
                 if isinstance(event, Exception):
-                    finished = True
                     raise event
-                finished = event.finish_reason is not None
                 yield event
+                if event.finish_reason is not None:
+                    return
         finally:
-            del self._requests[number]
-            if not finished and self._failure is None:
+            if self._requests.pop(number, None) and self._failure is None:
                 await self._send(Cancel(number))
 
     async def status(self, timeout: float = 30.0) -> Status:
@@ -222,13 +220,16 @@ class Client:
             self._epoch = event.epoch
             return
         request = self._requests.get(event.request)
-        if request is None:  # cancelled, or finished before a restart
+        if request is None:  # cancelled, or over
             return
         if isinstance(event, Failed):
             request.events.put_nowait(getattr(errors, event.error)(event.message))
         else:
             request.delivered.extend(event.tokens)
             request.events.put_nowait(event)
+        if isinstance(event, Failed) or event.finish_reason:
+            # Over, whether its reader has seen that or not: another service must not generate its end once more.
+            del self._requests[event.request]
 
     async def _resubmit(self) -> None:
         """Another service has taken over: hand it what the last one was working on, tokens delivered so far included.

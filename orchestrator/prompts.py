@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from saguaro.errors import ConfigError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def load_tokenizer(engine: Path) -> Any:
+    """The tokenizer of an engine directory, with its chat template: its tokenizer.json as every other part reads it.
+
+    Not transformers' AutoTokenizer: that imports torch, which costs seconds and 200 MB in processes that only encode.
+    """
+    return PreTrainedTokenizerFast.from_pretrained(engine, local_files_only=True)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -7,6 +7,7 @@ means that whoever launched it is gone.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -143,6 +144,9 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         return
     device = _device(part, rank)
     group = TensorParallel(rank, ranks, rendezvous(runtime, role), device) if ranks > 1 else None
+    # What is imported and loaded from here on lives as long as the process. To look through it again and again takes a
+    # tenth of the start, and later on each look would hold up a round.
+    gc.disable()
     engine = load_engine(
         Path(part.engine),
         block_size=part.model.block_size,
@@ -151,6 +155,8 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         **({"device": device} if device.type == "cuda" else {}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
+    gc.freeze()
+    gc.enable()
     if group:
         group.wait_for_all()
     if group and not group.leads:

@@ -48,10 +48,10 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, *, resumed: bool = False) -> None:
         """Queue a sequence. Raises ConfigError for one that could never run, CapacityError when the queue is full.
 
-        Those that the next round can start do not count as queued.
+        Those that the next round can start do not count as queued. One that is `resumed` had its place before.
         """
         if sequence.length >= self._max_model_len:
             raise ConfigError(
@@ -64,7 +64,7 @@ class Scheduler:
                 f"prompt and max_tokens need {blocks} KV blocks and the pool has "
                 f"{self._pool.num_blocks}: lower max_tokens or raise target.kv_tokens in the deployment"
             )
-        if self.waiting >= self._max_queue + max(0, self._max_sequences - len(self.running)):
+        if not resumed and self.waiting >= self._max_queue + max(0, self._max_sequences - len(self.running)):
             raise CapacityError(
                 f"the queue is full: {self.waiting} requests wait and serving.max_queue is {self._max_queue}. Try "
                 "again later, or raise it in the deployment"

@@ -69,6 +69,7 @@ class _Request:
     submitted: int  # ns
     deadline: float  # on the monotonic clock, in seconds
     delivered: list[int]  # tokens the client has from an earlier service
+    resumed: bool  # an earlier service had taken it
     grammar: Future[GrammarState | None] | None = None  # being compiled; the scheduler knows nothing of the request
     started: int = 0  # its first round, in ns
     first: int = 0  # its first tokens
@@ -333,9 +334,11 @@ class Service:
             text=TextStream(self._tokenizer, params) if self._tokenizer and params.stop else None,
         )
         now, deadline = time.perf_counter_ns(), time.monotonic() + timeout
-        request = _Request(client, submit.request, sequence, submit.trace, now, deadline, submit.delivered)
+        request = _Request(
+            client, submit.request, sequence, submit.trace, now, deadline, submit.delivered, submit.resumed
+        )
         if self._grammars and has_grammar(params):
-            if self._compiling >= self._config.serving.max_queue:
+            if self._compiling >= self._config.serving.max_queue and not submit.resumed:
                 raise CapacityError(
                     f"{self._compiling} requests wait for their grammars and serving.max_queue is "
                     f"{self._config.serving.max_queue}. Try again later, or raise it in the deployment"
@@ -350,7 +353,7 @@ class Service:
     def _enqueue(self, request: _Request) -> None:
         """Raises ConfigError or CapacityError as `Scheduler.add` does."""
         request.sequence.resume(request.delivered)
-        self._scheduler.add(request.sequence)
+        self._scheduler.add(request.sequence, resumed=request.resumed)
 
     @property
     def _compiling(self) -> int:
@@ -383,6 +386,7 @@ class Service:
             drafts=drafts,
             cached_target_blocks=self._target_pool.cached_blocks,
             preemptions=self._scheduler.preemptions,
+            draining=self._draining,
         )
 
     def _send(self, client: bytes, event: Event) -> None:

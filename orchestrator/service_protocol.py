@@ -26,6 +26,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     lookahead: int | None = None
     trace: bool = False
     delivered: list[int] = []  # tokens an earlier service had generated and the client has: the stream goes on after
+    resumed: bool = False  # an earlier service had taken it: no queue is too full for it
     priority: int = 0
     timeout_s: float | None = None
 
@@ -85,6 +86,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     stale_answers: int
     cached_target_blocks: int  # hold a prefix that a prompt may share; free unless a running request holds them too
     preemptions: int  # running requests that had to give their blocks back, since the start
+    draining: bool  # it takes no new requests and finishes those it has
     drafts: list[bool] = []  # whether each replica of the draft is connected
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import check_rows
 
 # Rows of one call: a causal prefill computes no scores behind a chunk's last row, so chunks save work; and they bound

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saguaro.errors import EngineError
-from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.fan_out_mask import FanOutMask
 
 SEQUENCE_FIELDS = ("prefix", "trunk", "branches", "steps", "first row", "rows")
 _ALIGNED = 4  # int32s: where a tensor starts inside the packed one, since kernels read 16 bytes at a time

@@ -1,6 +1,6 @@
 """Attention of flat query rows over a paged KV pool as one kernel in the Triton language, causal or under a fan-out.
 
-The mask is the predicate of `plugins/fan_out.py`, evaluated where the scores are: no mask is read, none is stored. The
+The mask is the predicate of `fan_out_mask.py`, evaluated where the scores are: no mask is read, none is stored. The
 rows of one sequence times the query heads of one KV head form the tile of a tensor-core product, so that the branches
 of a sequence share every key and value they load. A causal row (trunk, prefill, decoding) is a row of a fan-out without
 own columns, so the trunk needs no second kernel. Columns are split over programs; `merge_kernel` joins the parts.
@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors, check_rows
 from saguaro.plugins.variant import Variant
 

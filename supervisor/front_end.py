@@ -35,9 +35,10 @@ class FrontEnd(Child):
         super().__init__("openai", command + [word for option in options.items() for word in option])
 
     async def probe(self) -> bool:
-        """False while it is in order but Triton is away. Raises LinkError when it does not answer."""
+        """False while it is in order but what it needs is away. Raises LinkError when it does not answer."""
         try:
             async with aiohttp.ClientSession() as session, session.get(self._health) as answer:
-                return answer.status == 200
-        except aiohttp.ClientError as error:
+                # While it drains it says 503, so that nobody sends it new requests, and is in order.
+                return answer.status == 200 or (await answer.json()).get("status") == "draining"
+        except (aiohttp.ClientError, ValueError) as error:
             raise LinkError(f"the front end does not answer: {error}") from error

@@ -29,6 +29,7 @@ from saguaro.supervisor.triton import Triton
 
 _log = logging.getLogger(__name__)
 _FLUSH = 15.0  # seconds a part gets to hand out what is finished; Triton never takes less than four
+_HURRIED_FLUSH = 2.0  # and in a hurry: enough for the errors that end what runs
 _METRICS_TIMEOUT = 5.0
 
 
@@ -153,7 +154,7 @@ class Supervisor:
         self._keepers.append(keeper)
 
         async def end() -> None:
-            await keeper.stop(0.0 if stop.hurried.is_set() else _FLUSH)
+            await keeper.stop(_HURRIED_FLUSH if stop.hurried.is_set() else _FLUSH)
 
         stack.push_async_callback(end)
         _log.info("ready: %s (%.1f s)", part.name, await keeper.start())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from masks import mask_of
 from saguaro.plugins.attention import reference_attention, visible_columns
-from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.fan_out_mask import FanOutMask
 
 BLOCK_SIZES = (1, 4, 16, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from saguaro.llm import LLM
     from serving import Served
 
 RANK = b"saguaro.orchestrator.rank"
@@ -22,7 +23,7 @@ PROCESSES = (RANK, b"saguaro.supervisor", b"saguaro.frontend.openai", b"tritonse
 # processes of the whole machine, and several ranks need its cores.
 FILES = {"test_channels", "test_cli", "test_launch", "test_remains", "test_serve", "test_supervisor"}
 FILES |= {"test_tensor_parallel", "test_deterministic", "test_serve_soak"}
-FIXTURES = {"nothing_left", "served"}
+FIXTURES = {"llm", "nothing_left", "served"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select tests
@@ -49,14 +50,49 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[Served]:
-    """A tiny deployment behind the real tritonserver, for all tests of the run."""
+def llm(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[LLM]:
+    """A tiny deployment for all tests of the run: to start one takes ten seconds of a core. It leaves nothing."""
+    from saguaro.llm import LLM
+    from serving import DEPLOYMENT
+
+    path = tmp_path_factory.mktemp("deployment") / "served.yaml"
+    path.write_text(DEPLOYMENT)
+    before = leftovers()
+    with LLM(str(path), store=store) as llm:
+        yield llm
+    check_nothing_left(before)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory, llm: LLM) -> Iterator[Served]:
+    """The same deployment behind the real tritonserver."""
     from serving import serve_tiny
 
     if shutil.which("tritonserver") is None and find_spec("pytriton") is None:
         pytest.skip("NOT TESTED: this machine has no tritonserver (pip install 'saguaro-serving[serve]', x86-64 Linux)")
-    with serve_tiny(tmp_path_factory.mktemp("served"), store) as running:
+    with serve_tiny(tmp_path_factory.mktemp("served"), llm) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A deployment for tests of processes: simulated models, whose ranks start in half the time of real ones."""
+    folder = tmp_path_factory.mktemp("simulated")
+    for role, agreement in (
+        ("target", ""),
+        ("draft", "agreement: {acceptance: 0.8, miss_scale: 0.4, miss_exponent: 0.6}"),
+    ):
+        profile = f"profile: {{forward_ms: {{1: 10.0}}, {agreement}}}"
+        (folder / f"{role}.yaml").write_text(
+            f"name: simulated-{role}\nengine: simulated\nsimulated: {{max_model_len: 512, {profile}}}\n"
+        )
+    path = folder / "deployment.yaml"
+    path.write_text(
+        "name: simulated\n"
+        "target: {recipe: target.yaml, kv_tokens: 4096}\ndraft: {recipe: draft.yaml, kv_tokens: 16384}\n"
+        "speculation: {mode: ssd, lookahead: 3, fan_out: {budget: 8}}\nserving:\n  max_sequences: 4\n"
+    )
+    return path
 
 
 def leftovers() -> set[str]:
@@ -81,10 +117,43 @@ def nothing_left() -> Iterator[None]:
     """After the test the machine is as it was, at the latest a few seconds later."""
     before = leftovers()
     yield
+    check_nothing_left(before)
+
+
+def check_nothing_left(before: set[str]) -> None:
+    """There is no more than there was before, at the latest a few seconds from now."""
     deadline = time.monotonic() + 20
     while leftovers() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert leftovers() - before == set()
+
+
+def on_two_ranks(folder: Path, name: str = "two", **keys: str) -> Path:
+    """A deployment file in `folder`: `tiny` with its target on two ranks, and `keys` added to its `serving:`."""
+    root = Path(__file__).parents[1]
+    recipe = (root / "build" / "recipes" / "tiny-target.yaml").read_text()
+    recipe = recipe.replace("name: tiny-target", "name: tiny-target-tp2").replace("dtype:", "tp: 2\ndtype:")
+    (folder / "tiny-target-tp2.yaml").write_text(recipe)
+    text = (root / "deployments" / "tiny.yaml").read_text()
+    text = text.replace("name: tiny", f"name: {name}").replace("recipe: tiny-target", "recipe: tiny-target-tp2.yaml")
+    path = folder / f"{name}.yaml"
+    path.write_text(text + "".join(f"  {key}: {value}\n" for key, value in keys.items()))
+    return path
+
+
+def rank_pid(runtime: Path, role: str, rank: int) -> int:
+    """The process that holds a rank's sign of life; not its launcher, which has it open as well."""
+    from saguaro.orchestrator.plan import sign_of_life
+
+    sign = str(sign_of_life(runtime, role, rank))
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = RANK in (process / "cmdline").read_bytes()
+            if ours and any(os.readlink(file) == sign for file in (process / "fd").iterdir()):
+                return int(process.name)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    raise AssertionError(f"no rank {rank} of {role} lives in {runtime}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

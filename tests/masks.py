@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from saguaro.engines.base import fan_out_batch
-from saguaro.plugins.fan_out import FanOut, FanOutMask
+from saguaro.plugins.fan_out import FanOut
+from saguaro.plugins.fan_out_mask import FanOutMask
 
 
 def mask_of(counts: list[tuple[int, ...]], prefixes: list[int], depth: int) -> FanOutMask:

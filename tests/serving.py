@@ -18,8 +18,7 @@ import numpy as np
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from saguaro.llm import LLM, build_engines
-from saguaro.orchestrator.config import read_deployment
+from saguaro.llm import LLM
 from saguaro.orchestrator.loop_thread import LoopThread
 from saguaro.orchestrator.plan import service_socket
 from saguaro.orchestrator.service_protocol import Status
@@ -28,7 +27,7 @@ from saguaro.triton_repo.server import TritonServer
 from saguaro.triton_repo.tensors import ENSEMBLE, SSD, TensorSpec
 
 MAX_QUEUE = 16
-_DEPLOYMENT = f"""
+DEPLOYMENT = f"""
 name: served
 target: {{recipe: tiny-target, kv_tokens: 4096}}
 draft: {{recipe: tiny-draft, kv_tokens: 16384}}
@@ -137,26 +136,22 @@ def _responses(arrived: queue.Queue[Any]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def serve_tiny(folder: Path, store: Path) -> Iterator[Served]:
-    """The deployment and its Triton, up and ready. Raises LaunchError where tritonserver cannot run."""
-    path = folder / "served.yaml"
-    path.write_text(_DEPLOYMENT)
-    config = read_deployment(path)
-    target, _ = build_engines(config, path, store)
-    with LLM(str(path), store=store) as llm:
-        loop = LoopThread()
-        socket = service_socket(llm._launcher.runtime)
-        write_repository(folder / "models", config=config, engine=target, socket=socket)
-        server = TritonServer(
-            folder / "models", host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0, folder=folder / "triton"
-        )
-        try:
-            loop.run(server.start())
-            loop.run(server.until_ready(120))
-            yield Served(llm, server, loop)
-        finally:
-            loop.run(server.stop())
-            loop.close()
+def serve_tiny(folder: Path, llm: LLM) -> Iterator[Served]:
+    """A Triton in front of a deployment, up and ready. Raises LaunchError where tritonserver cannot run."""
+    launcher = llm._launcher
+    engine = Path(launcher._plans["target"].engine)
+    write_repository(folder / "models", config=launcher._config, engine=engine, socket=service_socket(launcher.runtime))
+    server = TritonServer(
+        folder / "models", host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0, folder=folder / "triton"
+    )
+    loop = LoopThread()
+    try:
+        loop.run(server.start())
+        loop.run(server.until_ready(120))
+        yield Served(llm, server, loop)
+    finally:
+        loop.run(server.stop())
+        loop.close()
 
 
 def at_once(work: list[Any]) -> list[Any]:

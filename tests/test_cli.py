@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from saguaro import cli
+from saguaro.llm import LLM
 
 
 def saguaro(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,9 +44,9 @@ def test_generate_json_and_trace(store: Path, tmp_path: Path, nothing_left: None
     assert all(event["dur"] >= 0 for event in work)
 
 
-def test_generate_streams_then_says_one_line(store: Path, nothing_left: None) -> None:
+def test_generate_streams_then_says_one_line(store: Path, simulated: Path, nothing_left: None) -> None:
     done = saguaro(
-        *("generate", "--deployment", "tiny", "--store", str(store), "--mode", "sd", "--raw"),
+        *("generate", "--deployment", str(simulated), "--store", str(store), "--mode", "sd", "--raw"),
         *("--seed", "4", "--max-tokens", "8", "hello"),
     )
     assert done.returncode == 0, done.stderr
@@ -53,37 +56,25 @@ def test_generate_streams_then_says_one_line(store: Path, nothing_left: None) ->
     assert "tokens/s, acceptance length" in line
 
 
-def test_compare_says_whether_the_texts_agree(store: Path, nothing_left: None) -> None:
-    done = saguaro(
-        *(
-            "generate",
-            "--deployment",
-            "tiny",
-            "--store",
-            str(store),
-            "--raw",
-            "--compare",
-            "--max-tokens",
-            "20",
-            "hello",
-        ),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The three texts agree, token for token." in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[-4:-1]] == ["ar", "sd", "ssd"]
+@pytest.fixture
+def running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands find the deployment that all tests share instead of starting one."""
+    monkeypatch.setattr(cli, "_llm", lambda arguments: nullcontext(llm))
 
 
-def test_chat_remembers_and_leaves(store: Path, nothing_left: None) -> None:
-    command = [sys.executable, "-m", "saguaro.cli", "chat", "--deployment", "tiny", "--store", str(store)]
-    done = subprocess.run(
-        [*command, "--seed", "1", "--max-tokens", "8"],
-        input="hello\nand again\n/clear\nhello\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [part.strip() for part in done.stdout.split("\n> ")[1:]]
+@pytest.mark.usefixtures("running")
+def test_compare_says_whether_the_texts_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--raw", "--compare", "--max-tokens", "20", "hello"]) == 0
+    said = capsys.readouterr().out
+    assert "The three texts agree, token for token." in said
+    assert [line.split()[0] for line in said.splitlines()[-4:-1]] == ["ar", "sd", "ssd"]
+
+
+@pytest.mark.usefixtures("running")
+def test_chat_remembers_and_leaves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand again\n/clear\nhello\n/exit\n"))
+    assert cli.main(["chat", "--seed", "1", "--max-tokens", "8"]) == 0
+    answers = [part.strip() for part in capsys.readouterr().out.split("\n> ")[1:]]
     assert answers[0] == answers[3]  # forgotten, the same question has the same answer
     assert answers[0] != answers[1]
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +33,6 @@ from saguaro.orchestrator.types import Mode, SamplingParams
 
 OPEN_MPI = Path(__file__).parents[1] / ".cache" / "openmpi"
 LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(store: Path) -> Iterator[LLM]:
-    with LLM("tiny", store=store) as llm:
-        yield llm
 
 
 def rank_pid(role: str, runtime: Path) -> int:
@@ -253,11 +247,8 @@ async def until(launcher: Launcher, condition: Callable[[Status], bool]) -> Stat
     return status
 
 
-@in_loop
-async def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(
-    tiny: Callable[[], Launcher], nothing_left: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with tiny() as launcher:
+def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    async def run(launcher: Launcher) -> None:
         whole = await stream(launcher)
         victim = rank_pid("draft", launcher.runtime)
         killed: list[int] = []
@@ -280,6 +271,8 @@ async def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(
         assert stats is not None
         assert stats.hit_rate is not None
         assert stats.hit_rate > 0  # speculation is back
+
+    llm._loop.run(run(llm._launcher))
     assert "decoding goes on without speculation" in caplog.text
     assert "the draft group ended with status" in caplog.text
 
@@ -326,12 +319,11 @@ async def test_a_killed_replica_costs_hits_alone_and_comes_back(
 
 @in_loop
 async def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
-    store: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
+    store: Path, simulated: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = find_deployment("tiny")
-    config = read_deployment(path)
+    config = read_deployment(simulated)
     config = replace(config, speculation=replace(config.speculation, deadline_ms=300))
-    async with Launcher(config, *build_engines(config, path, store)) as launcher:
+    async with Launcher(config, *build_engines(config, simulated, store)) as launcher:
         whole = await stream(launcher)
         victim = rank_pid("draft", launcher.runtime)
         moves = {60: signal.SIGSTOP, 150: signal.SIGCONT}
@@ -350,32 +342,13 @@ async def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
 
 
 @in_loop
-async def test_a_killed_target_is_started_again_and_its_streams_go_on(
-    tiny: Callable[[], Launcher], nothing_left: None, caplog: pytest.LogCaptureFixture
+async def test_a_target_that_keeps_dying_ends_its_streams_with_the_reason(
+    store: Path, simulated: Path, nothing_left: None
 ) -> None:
-    """16 streams, of which 4 run at a time: all end with the text of an undisturbed run."""
-
-    async def answer(launcher: Launcher, seed: int) -> list[int]:
-        params = replace(LONG, seed=seed, max_tokens=60)
-        return [token async for event in launcher.client.stream([seed], params) for token in event.tokens]
-
-    async with tiny() as launcher:
-        undisturbed = await asyncio.gather(*(answer(launcher, seed) for seed in range(16)))
-        working = [asyncio.create_task(answer(launcher, seed)) for seed in range(16)]
-        await until(launcher, lambda status: status.running == 4)
-        os.kill(rank_pid("target", launcher.runtime), signal.SIGKILL)
-        assert await asyncio.gather(*working) == undisturbed
-        status = await until(launcher, lambda status: status.health == "ok")
-        assert status.free_target_blocks == status.target_blocks
-    assert "the target group ended with status" in caplog.text
-
-
-@in_loop
-async def test_a_target_that_keeps_dying_ends_its_streams_with_the_reason(store: Path, nothing_left: None) -> None:
-    path = find_deployment("tiny")
-    config = read_deployment(path)
-    config = replace(config, serving=replace(config.serving, max_restarts=0))
-    async with Launcher(config, *build_engines(config, path, store)) as launcher:
+    config = read_deployment(simulated)
+    serving = replace(config.serving, max_restarts=0)
+    config = replace(config, serving=serving, speculation=replace(config.speculation, mode="ar"))
+    async with Launcher(config, *build_engines(config, simulated, store)) as launcher:
         victim = rank_pid("target", launcher.runtime)
         with pytest.raises(LaunchError, match="the target group ended with status"):
             await stream(launcher, lambda count: os.kill(victim, signal.SIGKILL) if count == 1 else None)
@@ -504,20 +477,23 @@ async def test_a_prompt_of_4000_tokens_delays_eight_streams_by_one_chunk_at_most
     assert min(during[number] for number in range(8)) >= chunks
 
 
-def test_ranks_leave_when_their_launcher_is_killed(store: Path, nothing_left: None) -> None:
+def test_ranks_leave_when_their_launcher_is_killed(store: Path, simulated: Path, nothing_left: None) -> None:
     code = (
         "import sys, time; from pathlib import Path; from saguaro import LLM\n"
-        "llm = LLM('tiny', store=Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+        "llm = LLM(sys.argv[2], store=Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(store)], stdout=subprocess.PIPE) as launcher:
+    command = [sys.executable, "-c", code, str(store), str(simulated)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"up\n"
         launcher.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_nothing(number: signal.Signals, store: Path, nothing_left: None) -> None:
-    command = [sys.executable, "-m", "saguaro.cli", "generate", "--deployment", "tiny", "--store", str(store)]
+def test_an_interrupted_command_leaves_nothing(
+    number: signal.Signals, store: Path, simulated: Path, nothing_left: None
+) -> None:
+    command = [sys.executable, "-m", "saguaro.cli", "generate", "--deployment", str(simulated), "--store", str(store)]
     command += ["--raw", "--temperature", "1", "--seed", "1", "--max-tokens", "400", "hello"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -146,6 +146,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     for modules, heavy in (
         ("saguaro, saguaro.cli", {"torch", "transformers", "mpi4py", "zmq"}),
         ("saguaro.frontend.openai.__main__", {"torch", "transformers", "mpi4py"}),
+        ("saguaro.supervisor.serve, saguaro.triton_repo.prompt, saguaro.triton_repo.decoder", {"torch", "mpi4py"}),
     ):
         code = f"import sys, {modules}; print({heavy} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -106,7 +106,7 @@ def test_bodies_made_from_the_schema(server: RunningServer, client: httpx.Client
     with requests.Session() as session:
         for operation, mode in itertools.product(schema.get_all_operations(), GenerationMode):
 
-            @settings(OPTIONS, max_examples=amount // 5)  # of four; schemathesis is slow
+            @settings(OPTIONS, max_examples=amount // 4)  # of four
             @given(case=operation.ok().as_strategy(generation_mode=mode))
             def run(case: Any) -> None:
                 if isinstance(case.body, dict):

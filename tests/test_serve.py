@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,12 +20,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from conftest import RANK, in_loop, leftovers
+from conftest import in_loop, leftovers, on_two_ranks, rank_pid
 from saguaro.orchestrator.config import find_deployment
+from saguaro.supervisor.state import process_start
+from soak import at_rest, processes, soak
 
 STREAMS = 16
 TOKENS = 60
-PORTS = "".join(f"  {name}_port: 0\n" for name in ("http", "grpc", "triton_metrics", "monitor", "openai"))
+FREE = dict.fromkeys([f"{name}_port" for name in ("http", "grpc", "triton_metrics", "monitor", "openai")], "0")
+PORTS = "".join(f"  {key}: {port}\n" for key, port in FREE.items())
 FAULTS = (aiohttp.ClientError, ConnectionError)  # what a client calls a broken connection
 
 
@@ -83,6 +87,13 @@ def deployment(home: Path, name: str, ports: str = PORTS) -> str:
     return str(file)
 
 
+def simulation(simulated: Path, name: str, more: str = PORTS) -> str:
+    """Another name for the deployment of simulated models, with `more` in its `serving:`."""
+    file = simulated.with_name(f"{name}.yaml")
+    file.write_text(simulated.read_text().replace("name: simulated", f"name: {name}") + more)
+    return str(file)
+
+
 @contextmanager
 def serving(file: str, log: Path, store: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process of `saguaro serve FILE`, which is ready; at the end it is told to stop."""
@@ -107,7 +118,8 @@ def serving(file: str, log: Path, store: Path) -> Iterator[subprocess.Popen[byte
 def served(home: Path, store: Path) -> Iterator[Served]:
     before = leftovers()
     log = home / "serve.log"
-    with serving(deployment(home, "served"), log, store) as process:
+    file = on_two_ranks(home, "served", max_restarts="5", **FREE)
+    with serving(str(file), log, store) as process:
         served = Served(process, log, [])
         served.answers.extend(tokens for tokens, _ in asyncio.run(all_streams(served.state()["addresses"]["http"])))
         yield served
@@ -115,11 +127,11 @@ def served(home: Path, store: Path) -> Iterator[Served]:
 
 
 async def stream(
-    session: aiohttp.ClientSession, http: str, seed: int, progress: list[int]
+    session: aiohttp.ClientSession, http: str, seed: int, progress: list[int], tokens: int = TOKENS
 ) -> tuple[list[int], str | None]:
     """Tokens of a stream, and the error it ended with."""
-    body = {"text_input": f"stream {seed}", "max_tokens": TOKENS, "stream": True, "temperature": 1.0, "seed": seed}
-    tokens: list[int] = []
+    body = {"text_input": f"stream {seed}", "max_tokens": tokens, "stream": True, "temperature": 1.0, "seed": seed}
+    got: list[int] = []
     try:
         async with session.post(f"{http}_stream", json=body | {"ignore_eos": True}) as answer:
             async for line in answer.content:
@@ -127,15 +139,15 @@ async def stream(
                     continue
                 event = json.loads(line[5:])
                 if "error" in event:
-                    return tokens, event["error"]
+                    return got, event["error"]
                 ids = event["output_ids"]
-                tokens.extend(ids if isinstance(ids, list) else [ids])
-                progress[seed] = len(tokens)
+                got.extend(ids if isinstance(ids, list) else [ids])
+                progress[seed] = len(got)
                 if event["finish_reason"]:
-                    return tokens, None
+                    return got, None
     except FAULTS as error:
-        return tokens, f"{type(error).__name__}: {error}"
-    return tokens, "it ended without a reason"
+        return got, f"{type(error).__name__}: {error}"
+    return got, "it ended without a reason"
 
 
 async def all_streams(http: str, act: Callable[[], object] | None = None) -> list[tuple[list[int], str | None]]:
@@ -198,11 +210,25 @@ def test_status_health_and_metrics_of_what_runs(served: Served) -> None:
     assert "deployment served is served already" in again.stderr
 
 
-@pytest.mark.parametrize("role", ["draft", "target"])
+SHORT = 18.0  # seconds of load here; `make test-soak` has two minutes, `make soak` half an hour
+
+
 @in_loop
-async def test_a_dead_rank_costs_no_token(role: str, served: Served) -> None:
-    addresses = served.state()["addresses"]
-    victim = served.victim(RANK, f" {role} ".encode())
+async def test_under_mixed_load_everything_ends_and_nothing_stays(served: Served) -> None:
+    assert len(processes(served.process.pid)) == 10
+    await soak(served.process.pid, served.state()["addresses"], "served", SHORT)
+    assert "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("role", "rank"), [("draft", 0), ("target", 1), ("target", 0)], ids=["speculator", "follower", "leader"]
+)
+@in_loop
+async def test_a_dead_rank_costs_no_token(role: str, rank: int, served: Served) -> None:
+    before = served.state()
+    addresses = before["addresses"]
+    (runtime,) = Path(before["folder"]).glob("saguaro-*")
+    victim = rank_pid(runtime, role, rank)
     streams = asyncio.create_task(all_streams(addresses["http"], lambda: os.kill(victim, signal.SIGKILL)))
     if role == "draft":
         health = await until_health(addresses["health"], "degraded")
@@ -215,8 +241,12 @@ async def test_a_dead_rank_costs_no_token(role: str, served: Served) -> None:
         assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
     assert await streams == [(tokens, None) for tokens in served.answers]
     health = await until_health(addresses["health"], "ok")
-    assert health["parts"][role]["restarts"] == 1
+    assert health["parts"][role]["restarts"] == before["parts"][role]["restarts"] + 1
     assert health["parts"]["triton"]["restarts"] == 0
+    if role == "target":
+        died = rf"after its rank (\d or )?{rank}( or \d)? died"
+        assert re.search(f"the target group ended with status .* {died}.* started again", served.log.read_text())
+    await at_rest(addresses, {}, {})  # every block is free
 
 
 @pytest.mark.parametrize("name", [b"triton_python_backend_stub", b"tritonserver --"])
@@ -260,6 +290,8 @@ async def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served: 
     addresses = served.state()["addresses"]
     streams = asyncio.create_task(all_streams(addresses["http"], served.process.terminate))
     await until_health(addresses["health"], "draining")
+    front_end = addresses["openai"].removesuffix("/v1")
+    await until_health(f"{front_end}/health", "draining")
     async with aiohttp.ClientSession() as session:
         refused, error = await stream(session, addresses["http"], 0, [0])
     assert not refused
@@ -273,10 +305,32 @@ async def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(served: 
     assert "stopped" in served.log.read_text().splitlines()[-1]
 
 
+def test_told_twice_it_ends_what_runs_at_once(home: Path, store: Path, simulated: Path, nothing_left: None) -> None:
+    file = simulation(simulated, "hurried", PORTS + "  grace_s: 600\n")
+    assert saguaro("serve", file, "--store", str(store), "--no-openai", "--detach").returncode == 0
+    state = json.loads(saguaro("status", "hurried", "--json").stdout)
+
+    async def ask() -> list[tuple[list[int], str | None]]:
+        """12 long answers, of which 4 are generated at a time."""
+        progress, http = [0] * 12, state["addresses"]["http"]
+        async with asyncio.timeout(120), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=12)) as session:
+            asked = [asyncio.create_task(stream(session, http, seed, progress, tokens=480)) for seed in range(12)]
+            while not any(progress):
+                await asyncio.sleep(0.005)
+            stopped = await asyncio.to_thread(saguaro, "stop", "--now", "hurried")
+            assert stopped.returncode == 0, stopped.stderr
+            return await asyncio.gather(*asked)
+
+    ended = [(tokens, error) for tokens, error in asyncio.run(ask()) if error is not None]
+    assert len(ended) >= 4
+    assert all("shutting down" in error and len(tokens) < 480 for tokens, error in ended)
+    assert process_start(state["pid"]) is None
+
+
 def test_detached_it_is_ready_and_a_killed_supervisor_leaves_nothing(
-    home: Path, store: Path, nothing_left: None
+    home: Path, store: Path, simulated: Path, nothing_left: None
 ) -> None:
-    done = saguaro("serve", deployment(home, "alone"), "--store", str(store), "--no-openai", "--detach")
+    done = saguaro("serve", simulation(simulated, "alone"), "--store", str(store), "--no-openai", "--detach")
     assert done.returncode == 0, done.stderr
     state = json.loads(saguaro("status", "--json").stdout)
     assert (state["name"], state["status"], "openai" in state["parts"]) == ("alone", "ok", False)

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -304,6 +304,79 @@ def test_streams_go_on_where_they_were_when_another_service_takes_over(tmp_path:
         with service(tmp_path / "socket", FLAT):
             assert working.result(60) == undisturbed
     assert [len(tokens) for tokens in undisturbed] == [60] * 3
+
+
+def test_what_an_earlier_service_took_is_not_refused_for_a_full_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saguaro.orchestrator.client._SILENCE", 0.2)
+    full = threading.Event()
+
+    async def fill() -> None:
+        """As much as a new service takes, and then hold it until the resumed request waits as well."""
+        async with connect(tmp_path / "socket") as client:
+            others = [asyncio.create_task(tokens(client, [0], ENDLESS)) for _ in range(18)]
+            while (await client.status()).waiting < 16:
+                await asyncio.sleep(0.01)
+            with pytest.raises(CapacityError, match="the queue is full"):
+                await tokens(client, [0])
+            full.set()
+            async with asyncio.timeout(20):
+                while (await client.status()).waiting < 17:
+                    await asyncio.sleep(0.01)
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    async def work() -> list[int]:
+        async with connect(tmp_path / "socket") as client:
+            return await tokens(client, [0], ENDLESS)
+
+    with ThreadPoolExecutor() as pool:
+        with service(tmp_path / "socket", limit=5):
+            working = pool.submit(asyncio.run, work())
+        monkeypatch.setattr(Client, "_resubmit", held_until(full, Client._resubmit))
+        with service(tmp_path / "socket") as second:
+            step = second._round
+            second._round = lambda batch: (time.sleep(0.02), step(batch))  # type: ignore[assignment, method-assign]
+            pool.submit(asyncio.run, fill()).result(60)
+            second._round = step  # type: ignore[method-assign]
+            assert working.result(60) == [1, 2, 3, 0] * 15
+
+
+def held_until(event: threading.Event, resubmit: Callable[[Client], Coroutine[Any, Any, None]]) -> Any:
+    async def later(client: Client) -> None:
+        await asyncio.to_thread(event.wait)
+        await resubmit(client)
+
+    return later
+
+
+def test_an_answer_that_is_over_is_not_generated_again_by_another_service(tmp_path: Path) -> None:
+    """Also when its reader has yet to see the end."""
+    over, replaced = threading.Event(), threading.Event()
+
+    async def work() -> list[Tokens]:
+        async with connect(tmp_path / "socket") as client:
+            reader = client.stream([0], GREEDY)
+            events = [await anext(reader)]
+            while client._requests:
+                await asyncio.sleep(0.01)
+            over.set()
+            await asyncio.to_thread(replaced.wait)
+            before = client._epoch
+            assert (await client.status()).epoch != before
+            return events + [event async for event in reader]
+
+    with ThreadPoolExecutor() as pool:
+        with service(tmp_path / "socket"):
+            working = pool.submit(asyncio.run, work())
+            assert over.wait(20)
+        with service(tmp_path / "socket") as second:
+            replaced.set()
+            events = working.result(20)
+            assert second._next_id == 0
+    assert [token for event in events for token in event.tokens] == [1, 2, 3]
 
 
 def test_a_resumed_request_has_only_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

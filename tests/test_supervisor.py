@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from conftest import in_loop
+from saguaro import cli
 from saguaro.errors import ConfigError, LaunchError, LinkError
 from saguaro.orchestrator.config import ServingConfig
 from saguaro.orchestrator.restarts import Restarts
@@ -305,6 +308,27 @@ def test_which_deployment_is_meant(home: Path, tmp_path: Path) -> None:
     assert "target     ready      pid 7" in control.describe(
         replace(run_of(os.getpid(), tmp_path / "three"), parts={"target": PartState("ready", 7)})
     )
+
+
+def test_the_unit_of_the_documentation_is_one(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("NOT TESTED: this machine has no systemd-analyze")
+    text = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
+    unit = text.partition("```ini\n")[2].partition("```")[0]
+    command = re.search("^ExecStart=(.*)$", unit, re.MULTILINE)
+    assert command is not None
+    program, *words = command[1].split()
+    assert cli._parser().parse_args(words).deployment == "/etc/saguaro/deployment.yaml"
+    (tmp_path / "saguaro.service").write_text(unit.replace(program, shutil.which("true") or ""))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", tmp_path / "saguaro.service"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    # It prints warnings about units of this machine too, and exits with 0 after those of this one.
+    assert [line for line in done.stderr.splitlines() if "saguaro.service" in line] == []
+    assert done.returncode == 0
 
 
 def test_part_metrics(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ranks
+from conftest import check_nothing_left, leftovers, on_two_ranks, rank_pid
 from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
 from saguaro.engines.tensor_parallel import pack_batch, unpack_batch
 from saguaro.errors import LaunchError
 from saguaro.llm import LLM, build_engines
-from saguaro.orchestrator.config import find_deployment, read_deployment
+from saguaro.orchestrator.config import read_deployment
 from saguaro.orchestrator.launch import Launcher
-from saguaro.orchestrator.plan import sign_of_life
 from saguaro.orchestrator.types import SamplingParams
 from saguaro.plugins.fan_out import FanOut
 
@@ -122,58 +122,57 @@ def test_a_fan_out_batch_arrives_as_it_was_sent(data: st.DataObject) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(store: Path) -> Iterator[tuple[LLM, LLM]]:
-    with LLM("tiny", store=store) as one, LLM("tiny-tp4", store=store) as four:
-        yield one, four
+def before(llm: LLM) -> set[str]:
+    """What is there before the deployment on four ranks is."""
+    return leftovers()
+
+
+@pytest.fixture(scope="module")
+def four(before: set[str], store: Path) -> Iterator[LLM]:
+    """One deployment for all tests here. To start its five processes takes 25 seconds of a core."""
+    with LLM("tiny-tp4", store=store) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_four_ranks_give_the_tokens_of_one(both: tuple[LLM, LLM], mode: Any, temperature: float) -> None:
+def test_four_ranks_give_the_tokens_of_one(llm: LLM, four: LLM, mode: Any, temperature: float) -> None:
     prompts = ["def fib(n):", "Once upon a time", [1, 2, 3]]
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
-    one, four = (llm.generate(prompts, params, mode=mode) for llm in both)
-    assert [r.token_ids for r in four] == [r.token_ids for r in one]
-    assert {r.stats.mode for r in four} == {mode}
+    one, several = (deployment.generate(prompts, params, mode=mode) for deployment in (llm, four))
+    assert [r.token_ids for r in several] == [r.token_ids for r in one]
+    assert {r.stats.mode for r in several} == {mode}
 
 
-def rank_pid(runtime: Path, role: str, rank: int) -> int:
-    """The process that holds a rank's sign of life, and is not this one, which reads it."""
-    sign = str(sign_of_life(runtime, role, rank))
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                if any(os.readlink(file) == sign for file in (process / "fd").iterdir()):
-                    return int(process.name)
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-    raise AssertionError(f"no rank {rank} of {role} lives in {runtime}")
+PROMPTS = [[number] for number in range(16)]
+STREAM = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four: LLM) -> list[list[int]]:
+    return [result.token_ids for result in four.generate(PROMPTS, STREAM)]
 
 
 @pytest.mark.parametrize(
-    ("rank", "mode", "tokens"),
-    [(0, "ssd", 20), (2, "ssd", 20), (2, "ar", None)],
-    ids=["the leader, busy", "a follower, busy", "a follower, idle"],
+    ("rank", "tokens"),
+    [(2, 10), (3, None)],
+    ids=["a follower, busy", "a follower, idle"],
 )
 def test_a_killed_rank_is_named_and_every_stream_goes_on_in_a_new_group(
-    store: Path, nothing_left: None, rank: int, mode: Any, tokens: int | None, caplog: pytest.LogCaptureFixture
+    four: LLM, undisturbed: list[list[int]], rank: int, tokens: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """16 streams at once; all of them end with the text of an undisturbed run."""
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
-    prompts = [[number] for number in range(16)]
-    with LLM("tiny-tp4", mode=mode, store=store) as llm:
-        undisturbed = [result.token_ids for result in llm.generate(prompts, params)]
-        victim = rank_pid(llm._launcher.runtime, "target", rank)
-        if tokens is None:
-            os.kill(victim, signal.SIGKILL)
-        with ThreadPoolExecutor() as pool:
-            others = pool.submit(llm.generate, prompts[1:], params)
-            seen: list[int] = []
-            for chunk in llm.stream(prompts[0], params):
-                if tokens is not None and len(seen) <= tokens < len(seen) + len(chunk.token_ids):
-                    os.kill(victim, signal.SIGKILL)
-                seen.extend(chunk.token_ids)
-            assert [seen, *(result.token_ids for result in others.result())] == undisturbed
+    """16 streams at once; all of them end with the text of an undisturbed run. Of a leader: see test_serve."""
+    victim = rank_pid(four._launcher.runtime, "target", rank)
+    if tokens is None:
+        os.kill(victim, signal.SIGKILL)
+    with ThreadPoolExecutor() as pool:
+        others = pool.submit(four.generate, PROMPTS[1:], STREAM)
+        seen: list[int] = []
+        for chunk in four.stream(PROMPTS[0], STREAM):
+            if tokens is not None and len(seen) <= tokens < len(seen) + len(chunk.token_ids):
+                os.kill(victim, signal.SIGKILL)
+            seen.extend(chunk.token_ids)
+        assert [seen, *(result.token_ids for result in others.result())] == undisturbed
     died = rf"after its rank (\d or )*{rank}( or \d)* died"  # the others follow it within a moment
     assert re.search(f"the target group ended with status .* {died}.* started again", caplog.text)
 
@@ -184,22 +183,23 @@ async def enter(launcher: Launcher) -> None:
 
 
 def test_a_rank_that_cannot_load_its_share_says_why(store: Path, nothing_left: None, tmp_path: Path) -> None:
-    path = find_deployment("tiny-tp4")
+    path = on_two_ranks(tmp_path)
     config = read_deployment(path)
     config = replace(config, draft=None, speculation=replace(config.speculation, mode="ar"))
     directory = shutil.copytree(build_engines(config, path, store)[0], tmp_path / "engine")
-    weights = directory / "model-2-of-4.safetensors"
+    weights = directory / "model-1-of-2.safetensors"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     message = (
-        r"the target group ended with status .* after its rank 2 died: rank 2: .*2-of-4.safetensors: cannot be read"
+        r"the target group ended with status .* after its rank 1 died: rank 1: .*1-of-2.safetensors: cannot be read"
     )
     with pytest.raises(LaunchError, match=message):
         asyncio.run(enter(Launcher(config, directory, None)))
 
 
-def test_a_group_that_is_told_to_ends_and_leaves_nothing(store: Path, nothing_left: None) -> None:
-    with LLM("tiny-tp4", mode="ar", store=store) as llm:
-        groups = llm._launcher._groups
-        assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
-        processes = [group.process for group in groups.values()]
-    assert [process.returncode for process in processes] == [0]
+def test_a_group_that_is_told_to_ends_and_leaves_nothing(four: LLM, before: set[str]) -> None:
+    """The last one here: it ends what the others share."""
+    assert len(four.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+    processes = [group.process for group in four._launcher._groups.values()]
+    four.close()
+    assert [process.returncode for process in processes] == [0, 0]
+    check_nothing_left(before)

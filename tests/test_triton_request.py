@@ -194,10 +194,10 @@ def test_parameters_that_nobody_reads_are_refused() -> None:
 
 def test_the_code_of_an_error() -> None:
     assert [code_of(kind("")) for kind in (ConfigError, CapacityError, DrainingError, LinkError)] == [
-        "INVALID_ARG", "UNAVAILABLE", "UNAVAILABLE", "INTERNAL",
+        "INVALID_ARG", "UNAVAILABLE", "UNAVAILABLE", "UNAVAILABLE",
     ]  # fmt: skip
     assert [message_of(kind("x")) for kind in (ConfigError, CapacityError, DrainingError, LinkError, ValueError)] == [
-        "x", "overloaded: x", "unavailable: x", "internal error: x", "internal error: ValueError: x",
+        "x", "overloaded: x", "unavailable: x", "unavailable: x", "internal error: ValueError: x",
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import socket
 import time
 import urllib.request
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from fuzzing import AMOUNTS
 from saguaro.errors import LaunchError
 from saguaro.orchestrator.types import SamplingParams
-from saguaro.triton_repo.server import TritonServer
+from saguaro.triton_repo.server import TritonServer, _installation
 from saguaro.triton_repo.tensors import ENSEMBLE, SSD
 from serving import MAX_QUEUE, Served, at_once, text_of
 from test_triton_request import fuzzed_fields
@@ -191,6 +193,22 @@ def test_stop_cancels_by_request_id_through_the_ensemble(served: Served) -> None
     served.until_idle()
 
 
+def as_nvidias_client_asks(served: Served, values: dict[str, Any], outputs: list[str]) -> list[Any]:
+    """All results of one request over a stream of its own, which is closed as soon as it is sent."""
+    inputs = []
+    for name, value in values.items():
+        inputs.append(grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
+        inputs[-1].set_data_from_numpy(value)
+    results, errors = [], []
+    with grpc.InferenceServerClient(f"127.0.0.1:{served.server.grpc_port}") as client:
+        client.start_stream(callback=lambda result, error: errors.append(error) if error else results.append(result))
+        wanted = [grpc.InferRequestedOutput(name) for name in outputs]
+        client.async_stream_infer("ensemble", inputs, outputs=wanted, request_id="1")
+        client.stop_stream()
+    assert errors == []
+    return results
+
+
 def test_a_client_for_nvidias_ensemble(served: Served) -> None:
     """Tensors as the clients in NVIDIA's TensorRT-LLM backend make them: [1, 1], words as [1, n]; text read at [0]."""
     values = {
@@ -212,26 +230,19 @@ def test_a_client_for_nvidias_ensemble(served: Served) -> None:
         "seed": np.array([[7]], np.uint64),
         "exclude_input_in_output": np.array([[False]]),
     }
-    inputs = []
-    for name, value in values.items():
-        inputs.append(grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
-        inputs[-1].set_data_from_numpy(value)
-    wanted = [grpc.InferRequestedOutput(name) for name in ("text_output", "cum_log_probs", "output_log_probs")]
-    texts, errors = [], []
-
-    def callback(result: Any, error: Any) -> None:
-        if error:
-            errors.append(error)
-        else:
-            texts.append(result.as_numpy("text_output")[0].decode("utf-8"))
-            assert result.as_numpy("output_log_probs").ndim == 3
-
-    with grpc.InferenceServerClient(f"127.0.0.1:{served.server.grpc_port}") as client:
-        client.start_stream(callback=callback)
-        client.async_stream_infer("ensemble", inputs, outputs=wanted, request_id="1")
-        client.stop_stream()
-    assert errors == []
-    assert len(texts) > 1
+    asked = ["text_output", "cum_log_probs", "output_log_probs"]
+    results = as_nvidias_client_asks(served, values, asked)
+    assert len(results) > 1
+    assert "".join(result.as_numpy("text_output")[0].decode("utf-8") for result in results)
+    assert all(result.as_numpy("output_log_probs").ndim == 3 for result in results)
+    # Several answers, which it tells apart by [0][0] of these two.
+    several = values | {"num_return_sequences": np.array([[2]], np.int32), "temperature": np.array([[1.0]], np.float32)}
+    texts = ["", ""]
+    for result in as_nvidias_client_asks(served, several, [*asked, "sequence_index", "batch_index"]):
+        assert result.as_numpy("batch_index")[0][0] == 0
+        texts[result.as_numpy("sequence_index")[0][0]] += result.as_numpy("text_output")[0].decode("utf-8")
+    assert all(texts)
+    assert texts[0] != texts[1]
     # The same from the command line, in the words of NVIDIA's guide.
     body = {"text_input": PROMPT, "max_tokens": 5, "bad_words": "", "stop_words": "", "top_k": 1}
     status, answer = served.post("generate", body)
@@ -343,6 +354,64 @@ def test_any_tensors_are_answered_or_refused(served: Served, amount: int) -> Non
     assert served.loop.run(served.server.trouble()) is None
 
 
+# What Triton 24.10 says of JSON that it cannot make tensors of, always with status 500. All else is the models' to say.
+_TRITONS_JSON = re.compile(
+    "failed to parse the request JSON buffer: |Unable to parse |Expected JSON object for keyword: |"
+    "parameter key .* was not found in the JSON"
+)
+
+
+def check_http(served: Served, body: Mapping[str, Any] | bytes) -> None:
+    """Answered, or refused with 400; with 500 only by Triton itself, before any model has seen the request."""
+    status, answer = served.post("generate", body)
+    if status == 200:
+        assert answer["finish_reason"] in ("length", "stop", "timeout")
+        return
+    assert set(answer) == {"error"}
+    if status == 500:
+        assert _TRITONS_JSON.match(answer["error"]), answer
+    else:
+        assert status == 400
+        assert "internal error" not in answer["error"]
+        assert "not healthy" not in answer["error"]
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=6,
+)
+_names = st.sampled_from([*(spec.name for spec in ENSEMBLE.inputs), "id", "parameters"]) | st.text(max_size=9)
+_SMALL = {"text_input": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_any_json_is_answered_or_refused(served: Served, amount: int) -> None:
+    """Right bodies with a few fields of anything, then bytes of anything in the middle of a right one."""
+    start = json.dumps(_SMALL).encode()
+
+    @settings(max_examples=amount // 2, deadline=None)
+    @given(st.dictionaries(_names, _json, min_size=1, max_size=3))
+    def fields_of_anything(some: dict[str, Any]) -> None:
+        few = some["max_tokens"] if isinstance(some.get("max_tokens"), int) else 1
+        check_http(served, _SMALL | some | ({"max_tokens": 2} if few > 2 else {}))
+
+    @settings(max_examples=amount - amount // 2, deadline=None)
+    @given(st.binary(max_size=100), st.integers(0, len(start)))
+    def bytes_of_anything(data: bytes, cut: int) -> None:
+        check_http(served, start[:cut] + data + start[cut:])
+
+    fields_of_anything()
+    bytes_of_anything()
+    served.until_idle()
+    assert served.loop.run(served.server.trouble()) is None
+
+
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
 _MODEL = """
@@ -387,8 +456,26 @@ def test_a_model_that_cannot_load_is_reported_with_its_reason(tmp_path: Path) ->
     asyncio.run(run())
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tritonserver on PATH, as containers have it; a file that it has been started."""
+    executable, options, environment = _installation(tmp_path / "wheel")
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "tritonserver"
+    started = tmp_path / "started"
+    libraries = environment.get("LD_LIBRARY_PATH", "")
+    command.write_text(
+        f'#!/bin/sh\ntouch {started}\nLD_LIBRARY_PATH={libraries} exec {executable} {" ".join(options)} "$@"\n'
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    return started
+
+
 @pytest.mark.usefixtures("served")
-def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_stub_is_noticed_and_nothing_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, installed: Path
+) -> None:
     async def run() -> None:
         server = _server(_repository(tmp_path, "pass"))
         with pytest.raises(LaunchError, match="has not been started"):
@@ -407,6 +494,7 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path, caplog: pyte
             await asyncio.sleep(0.05)
         await server.stop()
         assert _remains(server) == []
+        assert installed.exists(), "the server on PATH goes before the wheel's"
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
@@ -417,6 +505,15 @@ def test_the_server_is_well_and_shows_metrics(served: Served) -> None:
     assert served.loop.run(served.server.healthy())
     with urllib.request.urlopen(f"http://127.0.0.1:{served.server.metrics_port}/metrics", timeout=30) as answer:
         assert 'nv_inference_request_success{model="ensemble"' in answer.read().decode()
+
+
+def test_a_shell_that_has_ended_is_no_dead_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton starts some while models load; one of them, not yet waited for, ended a deployment's start."""
+    children = [("sh", "Z"), ("triton_python_b", "S")]
+    monkeypatch.setattr("saguaro.triton_repo.server._children", lambda pid: iter(children))
+    assert served.loop.run(served.server.death()) is None
+    children.append(("triton_python_b", "Z"))
+    assert "has died" in (served.loop.run(served.server.death()) or "")
 
 
 def test_a_machine_without_triton_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

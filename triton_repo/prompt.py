@@ -10,10 +10,9 @@ import jinja2
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from saguaro.errors import ConfigError
-from saguaro.orchestrator.prompts import encode_prompt
+from saguaro.orchestrator.prompts import encode_prompt, load_tokenizer
 from saguaro.triton_repo.fields import Fields, check_parameters
 from saguaro.triton_repo.tensors import PREPROCESSING
 
@@ -27,7 +26,7 @@ class PromptReader:
     """Reads prompts for one engine."""
 
     def __init__(self, engine: Path, max_model_len: int) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(engine, local_files_only=True)
+        self._tokenizer = load_tokenizer(engine)
         self._max_model_len = max_model_len
         longest = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         # Bytes that cannot fit, however they divide into tokens: refused before they take seconds to be divided.

@@ -38,6 +38,7 @@ _KINDS = {
     "ConfigError": ("INVALID_ARG", ""),
     "CapacityError": ("UNAVAILABLE", "overloaded: "),
     "DrainingError": ("UNAVAILABLE", "unavailable: "),
+    "LinkError": ("UNAVAILABLE", "unavailable: "),
 }
 
 

@@ -20,6 +20,7 @@ from saguaro.engines.manifest import Manifest
 from saguaro.frontend.openai.endpoints import Endpoints
 from saguaro.frontend.openai.errors import ApiError, from_validation, internal
 from saguaro.frontend.openai.gate import Gate
+from saguaro.frontend.openai.health import ANSWERING
 from saguaro.frontend.openai.metrics import Metrics
 from saguaro.frontend.openai.schema import FIELDS, ChatRequest, CompletionRequest
 from saguaro.frontend.openai.settings import Settings
@@ -103,7 +104,7 @@ def _routes(metrics: Metrics) -> APIRouter:
     @router.get("/health")
     async def health(request: Request) -> JSONResponse:
         found = await _endpoints(request).health.get()
-        return JSONResponse(asdict(found), 503 if found.status == "down" else 200)
+        return JSONResponse(asdict(found), 200 if found.status in ANSWERING else 503)
 
     @router.get("/metrics")
     async def exposition() -> Response:

@@ -16,9 +16,12 @@ _FRESH_S = 1.0  # for which an answer is good for everybody who asks
 _TIMEOUT_S = 3.0
 
 
+ANSWERING = ("ok", "degraded")  # states in which new requests are answered
+
+
 @dataclass(frozen=True)
 class Health:
-    """`status` is ok, degraded (the draft is away; answers are the same, only slower) or down."""
+    """`status` is ok, degraded (the draft is away; answers are the same, only slower), draining or down."""
 
     status: str
     triton: str
@@ -58,4 +61,4 @@ class HealthCheck:
             status = await self._client.status(_TIMEOUT_S)
         except SaguaroError:
             return "down", None, None
-        return status.health, status.mode, status.mode_reason
+        return "draining" if status.draining else status.health, status.mode, status.mode_reason

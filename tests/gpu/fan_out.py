@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, fan_out_case, random_case
 from masks import mask_of
-from saguaro.plugins.fan_out import FanOutMask
+from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors
 from saguaro.plugins.triton_lang import Workspace, launch
 from saguaro.plugins.variant import Variant
