@@ -414,8 +414,11 @@ def sweeps(
     )
 
 
-def recommended(judges: Sequence[Judge], chosen: SpeculationConfig) -> SpeculationConfig:
-    """`chosen` with the policy and the rule that are fastest; what was the deployment's stays if nothing is faster."""
+def recommended(judges: Sequence[Judge], chosen: SpeculationConfig, lookaheads: Sequence[int]) -> SpeculationConfig:
+    """`chosen` with the policy and rule that are fastest, or `sd` or `ar` where nothing makes ssd faster than those.
+
+    What comes first stays unless something is faster by more than the predictions are worth.
+    """
     for policy in ("auto", "uniform"):
         other = replace(chosen, fan_out=replace(chosen.fan_out, policy=policy))
         if policy == "auto" or _mean_speed(judges, other) > _WORTH * _mean_speed(judges, chosen):
@@ -425,7 +428,13 @@ def recommended(judges: Sequence[Judge], chosen: SpeculationConfig) -> Speculati
             other = replace(chosen, rule="ratio", cache_aware=scale)
             if _mean_speed(judges, other) > _WORTH * _mean_speed(judges, chosen):
                 chosen = other
-    return chosen
+    alone = max(
+        (replace(chosen, mode="sd", backup="primary", lookahead=k) for k in lookaheads),
+        key=lambda setting: _mean_speed(judges, setting),
+    )
+    if _mean_speed(judges, alone) > _WORTH * _mean_speed(judges, chosen):
+        chosen = alone
+    return replace(chosen, mode="ar") if _mean_speed(judges, chosen) * _WORTH < 1 else chosen
 
 
 def _estimate(mean: float, again: NDArray[np.float64]) -> Estimate:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -153,12 +155,13 @@ def _measure(
     judges = [tune.Judge(texts, times, base, ordinary) for texts in scored]
     chosen = tune.best(judges, plan.lookaheads, plan.budgets)
     swept = [tune.sweeps(j, chosen, f, plan.lookaheads, plan.budgets) for j, f in zip(judges, found)]
-    speculation = tune.recommended(judges, chosen)
+    speculation = tune.recommended(judges, chosen, plan.lookaheads)
     confirmed = _confirm(config, store, speculation, swept, prompts, plan, start + plan.seconds, bar)
     bar("done", 1.0)
     return {
         "deployment": config.name,
         "version": saguaro.__version__,
+        "command": shlex.join(["saguaro", *sys.argv[1:]]),
         "machine": {"cpu": platform.machine(), "cores": len(os.sched_getaffinity(0))},
         "plan": asdict(plan) | {"prompts": len(plan.prompts)},
         "seconds": time.monotonic() - start,
@@ -210,19 +213,18 @@ def _confirm(
     deadline: float,
     bar: _Bar,
 ) -> list[Run]:
-    """The recommended section beside plain decoding and the best sd: prompt after prompt, the modes in turn."""
+    """The recommended section, as ssd, beside plain decoding and the best sd: prompt after prompt, in turns."""
     alone = [max(sweep.sd, key=lambda choice: choice.speed).lookahead for sweep in swept]
     longest = max(speculation.lookahead, *alone)
     runs: list[Run] = []
     began = time.monotonic()
+    bar("the recommended setting beside plain decoding", 0.0)
     wanted = replace(config, speculation=replace(speculation, mode="ssd", lookahead=longest))
     with LLM(wanted, store=store) as llm:
         for number, prompt in enumerate(prompts):
             for temperature, best_sd in zip(plan.temperatures, alone):
-                bar(
-                    "the recommended setting beside plain decoding",
-                    (time.monotonic() - began) / max(deadline - began, 1e-9),
-                )
+                share = (time.monotonic() - began) / max(deadline - began, 1e-9)
+                bar("the recommended setting beside plain decoding", share)
                 modes: list[tuple[Mode, int]] = [("ar", 1), ("sd", best_sd), ("ssd", speculation.lookahead)]
                 for mode, lookahead in modes if number % 2 else modes[::-1]:
                     params = SamplingParams(temperature=temperature, max_tokens=plan.max_tokens // 2, seed=number)

@@ -66,10 +66,11 @@ def _law(curve: Curve) -> str:
 
 
 def _choices_table(sweep: Sweeps) -> Table:
-    heads = ["", "K", "budget", "lists", "rule", "C", "backup", "acceptance", "hit rate", "gain", "tokens/round"]
+    heads = ["", "K", "budget", "lists", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens/round"]
     heads += ["E_hit", "E_miss", "T_p", "T_b", "x ar"]
     note = (
-        "* fastest of its kind; [95% interval over answers]; gain: in hit rate over uniform, coupled or C = 1; "
+        "* fastest of its kind; ± half of the 95% interval over answers; "
+        "gain: in hit rate over uniform, coupled or C = 1; "
         "x ar: predicted speed over plain decoding"
     )
     table = _table(f"Temperature {sweep.temperature:g}: one thing at a time", heads, note)
@@ -93,7 +94,7 @@ def _cells(choice: Choice) -> Iterator[str]:
 
 
 def _interval(estimate: Estimate, sign: str = "") -> str:
-    return f"{estimate.mean:{sign}.3f} [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
+    return f"{estimate.mean:{sign}.3f} ±{(estimate.high - estimate.low) / 2:.2f}"
 
 
 def _runs_table(runs: Sequence[Run]) -> Table:

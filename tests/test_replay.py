@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness import Pair
-from saguaro.bench.replay import Figures, Replay, Scored, Text, answer_logits, score
+from saguaro.bench.replay import Figures, Ranked, Replay, Scored, Text, answer_logits, score
+from saguaro.orchestrator.analysis import overall_hit_rate
 from saguaro.orchestrator.config import FanOutConfig, SpeculationConfig
 from saguaro.orchestrator.drafters.backups import text_drafter
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.estimators import Estimators
-from saguaro.orchestrator.types import SamplingParams, TextBackup
+from saguaro.orchestrator.types import RequestSampling, SamplingParams, TextBackup
 from test_round import DRAFT, TARGET, scripted
 
 V = len(TARGET)
@@ -116,6 +118,25 @@ def test_ratio_has_the_law_of_the_running_roles(options: dict[str, Any]) -> None
     assert found.tokens_per_round == pytest.approx(np.mean([r.accepted + 1 for r in rounds]), abs=0.15)
     tried = sum(min(r.accepted + 1, r.drafted) for r in rounds)
     assert found.acceptance == pytest.approx(sum(r.accepted for r in rounds) / tried, abs=0.035)
+
+
+def test_the_hit_rate_follows_from_those_after_a_hit_and_after_a_miss() -> None:
+    """Theorem 7's chain, over 5000 rounds in which what follows a miss differs from what follows a hit."""
+    draw = np.random.default_rng(0)
+    length, width = 400, 6
+    ids = np.tile(np.arange(width), (length, 1))
+    request = RequestSampling(SamplingParams(temperature=0), 0, 1)
+    player = replayed(config(backup="none", fan_out={"policy": None, "counts": (2, 1, 1, 1)}))
+    hits: list[list[bool]] = []
+    for number in range(50):
+        place = draw.choice(width + 1, length, p=[0.7, 0.1, 0.06, 0.04, 0.04, 0.03, 0.03])
+        text = Scored(Text((9,), tuple(place.tolist()), request), Ranked(ids, place))
+        hits.append([r.hit for r in player.play(text, number, draw)])
+    p_hit = np.mean([hit for row in hits for hit in row])
+    assert sum(map(len, hits)) > 5000
+    rates = [np.mean([now for row in hits for before, now in pairwise(row) if before == hit]) for hit in (True, False)]
+    assert abs(rates[0] - rates[1]) > 0.05
+    assert overall_hit_rate(*rates) == pytest.approx(p_hit, abs=0.02)
 
 
 def test_resampling_all_texts_once_changes_nothing() -> None:
