@@ -36,6 +36,7 @@ LOOKAHEADS = (1, 2, 3, 4, 5, 6, 8)
 BUDGETS = (1, 2, 4, 8, 16, 32)
 SCALES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1)
 GUESSES = (1, 2, 3, 4, 8, 16)
+_LEAST = 4  # texts of a temperature that are looked at, whatever the time
 _SAMPLES = 1000  # of a bootstrap
 _PLAYS = 8  # of each text under `ratio`, where rounds are drawn
 _WORTH = 1.01  # a larger lookahead or budget has to be faster by so much
@@ -121,17 +122,30 @@ class Sweeps:
 
 
 def score_texts(
-    draft: Engine, target: Engine | None, texts: Sequence[Text], width: int, progress: Progress
-) -> list[dict[Rule, Scored]]:
-    """By rule. At temperature 0 the rules are one."""
-    found: list[dict[Rule, Scored]] = []
-    for done, text in enumerate(texts):
-        progress("what both models think of the answers", done / len(texts))
-        said = answer_logits(draft, text)
-        scores: dict[Rule, Scored] = {"coupled": score(said, None, text, "coupled", width)}
-        if text.request.params.temperature > 0 and target is not None:
-            scores["ratio"] = score(said, answer_logits(target, text), text, "ratio", width)
-        found.append(scores)
+    draft: Engine,
+    target: Engine,
+    answers: Sequence[Sequence[Text]],
+    width: int,
+    until: float,
+    progress: Progress,
+) -> list[list[dict[Rule, Scored]]]:
+    """By temperature, as `answers` are, and by rule; at temperature 0 the rules are one.
+
+    As many texts as there is time for, a few of each temperature at least.
+    """
+    found: list[list[dict[Rule, Scored]]] = [[] for _ in answers]
+    longest = max(map(len, answers))
+    for number in range(longest):
+        for texts, scored in zip(answers, found):
+            progress("what both models think of the answers", number / longest)
+            if number >= len(texts) or number >= _LEAST and time.monotonic() > until:
+                continue
+            text = texts[number]
+            said = answer_logits(draft, text)
+            scores: dict[Rule, Scored] = {"coupled": score(said, None, text, "coupled", width)}
+            if text.request.params.temperature > 0:
+                scores["ratio"] = score(said, answer_logits(target, text), text, "ratio", width)
+            scored.append(scores)
     return found
 
 
@@ -169,7 +183,8 @@ class Stopwatch:
         at, trunk = self._at, self._tokens[self._at - 1 :][: lookahead + 1]
         batch = causal_batch([trunk], [at - 1], [self._table(self._target)], [lookahead + 1], self._target.block_size)
         logits = self._target.forward(batch).logits
-        sampling.verify(logits, self._text.request, "coupled", self._tokens[:at], Speculation(trunk[1:]))
+        trial = sampling.Trial(self._text.request, self._tokens[:at], Speculation(trunk[1:]))
+        sampling.verify(logits, [trial], "coupled")
         return time.perf_counter() - start
 
     def trunk(self, lookahead: int) -> float:

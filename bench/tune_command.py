@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -37,8 +38,8 @@ from saguaro.orchestrator.config import (
 from saguaro.orchestrator.types import Mode, RequestSampling, SamplingParams
 
 _BLOCK = 16
-# Shares of the time: until when answers are taken, and forwards timed; the rest confirms.
-_ANSWERS, _TIMED = 0.45, 0.6
+# Shares of the time: until when answers are taken, looked at, and forwards timed; the rest confirms.
+_ANSWERS, _SCORED, _TIMED = 0.35, 0.55, 0.65
 _PASSES = 5  # of the clock at least
 _CONFIRMED = 2  # prompts at least
 
@@ -118,7 +119,7 @@ def run(
         console.file.write(json.dumps(_plain(result | {"section": section}), allow_nan=False) + "\n")
         return
     if not console.is_terminal:
-        console.width = 140
+        console.width = 160
     console.print(*tables(result["sweeps"], result["times"], result["confirmed"]))
     console.print(section, highlight=False, markup=False)
 
@@ -135,7 +136,8 @@ def _measure(
     columns = longest + max(plan.lookaheads) + max(plan.budgets) + 1
     engines = [load_engine(path, block_size=_BLOCK, num_blocks=-(-columns // _BLOCK)) for path in (target, draft)]
     width = max(base.width, max(plan.budgets) + 2)
-    scored = [tune.score_texts(engines[1], engines[0], texts, width, bar) for texts in answers]
+    torch.set_num_threads(config.target.threads)
+    scored = tune.score_texts(engines[1], engines[0], answers, width, start + _SCORED * plan.seconds, bar)
     text = max((t for texts in answers[-1:] for t in texts), key=lambda t: len(t.answer))
     if len(text.answer) < max(plan.lookaheads):
         raise ConfigError(
@@ -213,7 +215,10 @@ def _confirm(
     deadline: float,
     bar: _Bar,
 ) -> list[Run]:
-    """The recommended section, as ssd, beside plain decoding and the best sd: prompt after prompt, in turns."""
+    """The recommended section, as ssd, beside plain decoding: prompt after prompt, in turns.
+
+    And beside the best sd, if the draft model is the backup: with another one sd would draft with that.
+    """
     alone = [max(sweep.sd, key=lambda choice: choice.speed).lookahead for sweep in swept]
     longest = max(speculation.lookahead, *alone)
     runs: list[Run] = []
@@ -225,7 +230,9 @@ def _confirm(
             for temperature, best_sd in zip(plan.temperatures, alone):
                 share = (time.monotonic() - began) / max(deadline - began, 1e-9)
                 bar("the recommended setting beside plain decoding", share)
-                modes: list[tuple[Mode, int]] = [("ar", 1), ("sd", best_sd), ("ssd", speculation.lookahead)]
+                modes: list[tuple[Mode, int]] = [("ar", 1), ("ssd", speculation.lookahead)]
+                if speculation.backup == "primary":
+                    modes.insert(1, ("sd", best_sd))
                 for mode, lookahead in modes if number % 2 else modes[::-1]:
                     params = SamplingParams(temperature=temperature, max_tokens=plan.max_tokens // 2, seed=number)
                     result = llm.generate(prompt, params, mode=mode, lookahead=lookahead)[0]

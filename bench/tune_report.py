@@ -66,12 +66,12 @@ def _law(curve: Curve) -> str:
 
 
 def _choices_table(sweep: Sweeps) -> Table:
-    heads = ["", "K", "budget", "lists", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens/round"]
+    heads = ["", "K", "budget", "lists", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens"]
     heads += ["E_hit", "E_miss", "T_p", "T_b", "x ar"]
     note = (
         "* fastest of its kind; ± half of the 95% interval over answers; "
         "gain: in hit rate over uniform, coupled or C = 1; "
-        "x ar: predicted speed over plain decoding"
+        "tokens: of a round; x ar: predicted speed over plain decoding"
     )
     table = _table(f"Temperature {sweep.temperature:g}: one thing at a time", heads, note)
     for name in ("sd", "lookahead", "budget", "lists", "rules", "cache_aware", "backups"):
@@ -79,12 +79,13 @@ def _choices_table(sweep: Sweeps) -> Table:
         table.add_section()
         for choice in choices:
             fastest = choice is max(choices, key=lambda c: c.speed)
-            table.add_row(("* " if fastest else "") + name, *_cells(choice))
+            table.add_row(("*" if fastest else " ") + name.replace("cache_aware", "C"), *_cells(choice))
     return table
 
 
 def _cells(choice: Choice) -> Iterator[str]:
-    yield from (str(choice.lookahead), str(choice.budget), choice.policy, choice.rule, f"{choice.cache_aware:g}")
+    policy = choice.policy if choice.budget else ""
+    yield from (str(choice.lookahead), str(choice.budget), policy, choice.rule, f"{choice.cache_aware:g}")
     yield choice.backup
     yield from (_interval(choice.acceptance), _interval(choice.hit_rate))
     yield _interval(choice.gain, "+") if choice.gain else ""
@@ -94,7 +95,7 @@ def _cells(choice: Choice) -> Iterator[str]:
 
 
 def _interval(estimate: Estimate, sign: str = "") -> str:
-    return f"{estimate.mean:{sign}.3f} ±{(estimate.high - estimate.low) / 2:.2f}"
+    return f"{estimate.mean:{sign}.2f} ±{(estimate.high - estimate.low) / 2:.2f}"
 
 
 def _runs_table(runs: Sequence[Run]) -> Table:
@@ -136,7 +137,7 @@ def speed_ratio(runs: Sequence[Run], temperature: float, one: Mode, other: Mode)
 def _table(title: str, heads: Sequence[str], caption: str) -> Table:
     table = Table(title=title, caption=caption or None)
     for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left")
+        table.add_column(head, justify="right" if index else "left", no_wrap=index > 0)
     return table
 
 
@@ -184,7 +185,10 @@ def _plot_row(sweep: Sweeps, times: Times, row: Any) -> None:
         ("hit rate", [c.hit_rate for c in sweep.cache_aware]),
     ):
         _errorbar(scale, [c.cache_aware for c in sweep.cache_aware], figures, label)
-    scale.set(xlabel="C of cache-aware sampling, rule ratio", ylim=(None, 1))
+    if sweep.cache_aware:
+        scale.set(xlabel="C of cache-aware sampling, rule ratio", ylim=(None, 1))
+    else:
+        scale.set_axis_off()  # at temperature 0 the rules coincide
     for budget in sorted(times.step):
         lookaheads = sorted(times.trunk)
         ratios = [times.prepare(k, budget) / times.verify[k] for k in lookaheads]
