@@ -1,4 +1,4 @@
-"""The one command: saguaro models, build, generate, chat, serve, status, stop, top, load, bench, tune, simulate, doctor.
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | tune | simulate | …
 
 Heavy imports wait for the command that needs them.
 """

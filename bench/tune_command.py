@@ -177,11 +177,12 @@ def _measure(
 def _anchored(config: DeploymentConfig, path: Path) -> DeploymentConfig:
     """With the full paths of recipes that lie beside the deployment's file."""
 
-    def model(part: ModelConfig) -> ModelConfig:
+    def recipe(part: ModelConfig) -> str:
         beside = path.parent / part.recipe
-        return replace(part, recipe=str(beside)) if beside.is_file() else part
+        return str(beside) if beside.is_file() else part.recipe
 
-    return replace(config, target=model(config.target), draft=model(config.draft) if config.draft else None)
+    draft = replace(config.draft, recipe=recipe(config.draft)) if config.draft else None
+    return replace(config, target=replace(config.target, recipe=recipe(config.target)), draft=draft)
 
 
 def _answers(llm: LLM, plan: TunePlan, wave: int, deadline: float, bar: _Bar) -> list[list[Text]]:
