@@ -1,4 +1,4 @@
-"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | simulate | doctor.
+"""The one command: saguaro models | build | generate | chat | serve | status | stop | top | bench | tune | simulate | …
 
 Heavy imports wait for the command that needs them.
 """
@@ -219,6 +219,25 @@ def _bench(arguments: argparse.Namespace) -> None:
         placements=arguments.placement,
         max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,
+    )
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from saguaro.bench.tune_command import plan_of, run
+
+    run(
+        arguments.deployment,
+        _store(arguments),
+        plan_of(
+            Path(arguments.prompts) if arguments.prompts else None,
+            arguments.temperature,
+            arguments.max_tokens,
+            arguments.seconds,
+            arguments.quick,
+        ),
+        plot_file=Path(arguments.plot) if arguments.plot else None,
+        write=Path(arguments.write) if arguments.write else None,
+        as_json=arguments.json,
     )
 
 
@@ -523,6 +542,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("deployment", nargs="?", metavar="DEPLOYMENT", help="a .yaml file or a shipped name")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+    tuning = command(
+        "tune",
+        _tune,
+        "measure a pair on this machine and these prompts, and recommend a speculation section",
+        "saguaro tune qwen-coder-cpu --prompts mine.txt --plot tune.png --write speculation.yaml",
+    )
+    tuning.add_argument("deployment", help="a .yaml file or a shipped name")
+    tuning.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")
+    tuning.add_argument(
+        "--temperature", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the requests (default 0 1)"
+    )
+    tuning.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default 96)")
+    tuning.add_argument("--seconds", type=float, metavar="S", help="about how long to measure (default 600)")
+    tuning.add_argument("--quick", action="store_true", help="about a minute: fewer prompts, tokens and settings")
+    tuning.add_argument("--write", metavar="FILE", help="put the recommended section there, too")
+    tuning.add_argument("--plot", metavar="FILE", help="draw what was found into a .png, .svg or .pdf")
+    tuning.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     planning = command(
         "simulate",

@@ -114,7 +114,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         mode: Mode | None = None,
         lookahead: int | None = None,
@@ -124,6 +124,7 @@ class LLM:
         timeout_s: float | None = None,
     ) -> list[Result]:
         """`params.n` results per prompt, in order. A prompt is text, token ids, or a chat (role and content).
+        `params` are for all prompts, or a list with those of each. Raises ConfigError for a list of another length.
 
         With `echo` text and tokens of a result begin with the prompt's; log probabilities are of the answer's tokens.
         A lower `priority` goes first. An answer that takes longer than `timeout_s` seconds, waiting included, ends with
@@ -131,13 +132,17 @@ class LLM:
         """
         many = [prompts] if _is_one(prompts) else list(prompts)
         encoded = [self.encode(prompt) for prompt in many]  # type: ignore[arg-type]
+        one = params or SamplingParams()
+        each = [one] * len(many) if isinstance(one, SamplingParams) else list(one)
+        if len(each) != len(many):
+            raise ConfigError(f"{len(many)} prompts need as many params, or one for all; got {len(each)}")
         options = _options(mode, lookahead, trace, priority, timeout_s)
 
         async def all_results() -> list[Result]:
             tasks = [
                 asyncio.create_task(_collect(ids, self._chunks(ids, sample, echo, options)))
-                for ids in encoded
-                for sample in (params or SamplingParams()).samples()
+                for ids, one in zip(encoded, each)
+                for sample in one.samples()
             ]
             try:
                 return await asyncio.gather(*tasks)

@@ -27,15 +27,19 @@ _SCALARS: dict[type, str] = {bool: "true or false", int: "a whole number", float
 
 def read_yaml(path: Path, cls: type[T]) -> T:
     """Read the file into the dataclass `cls`. Raises ConfigError when it cannot be read or does not fit."""
+    return parse(load_yaml(path), cls, str(path))
+
+
+def load_yaml(path: Path) -> object:
+    """The file's plain data (mappings, lists, scalars). Raises ConfigError when it is not readable YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}. Check the path and the file.") from error
     try:
-        document = yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}.") from error
-    return parse(document, cls, str(path))
 
 
 def parse(document: object, cls: type[T], source: str) -> T:

@@ -7,13 +7,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from saguaro.engines.schema import nearest, read_yaml
+from saguaro.engines.schema import load_yaml, nearest, parse
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import fan_out_policy
 from saguaro.orchestrator.estimators import Estimators, Prior
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, MissCurve
 from saguaro.orchestrator.measured_fan_out import MeasuredFanOut
-from saguaro.orchestrator.types import Auto, Backup, Mode, Rule
+from saguaro.orchestrator.presets import Preset, filled_in
+from saguaro.orchestrator.types import TEXT_BACKUPS, Auto, Backup, Mode, Rule, TextBackup
 from saguaro.plugins.fan_out import FanOut
 
 MAX_LOOKAHEAD = 32
@@ -127,6 +128,7 @@ class FanOutConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
+    preset: Preset | None = None  # the reader of a file has put what it stands for into the keys left out
     mode: Mode | Auto = "ssd"  # `auto`: whichever is measured to emit most per second
     lookahead: int | Auto = 4
     fan_out: FanOutConfig = field(default_factory=FanOutConfig)
@@ -187,6 +189,11 @@ class SpeculationConfig:
         if fan_out.acceptance_after_miss is not None:
             return fan_out.acceptance_after_miss
         return _BACKUP_ACCEPTANCE.get(backup, fan_out.acceptance)
+
+    @property
+    def from_text_alone(self) -> TextBackup | None:
+        """What drafts everything, from the text: the draft model has nothing to do and is not loaded. None: it has."""
+        return next((name for name in TEXT_BACKUPS if self.mode == "sd" and self.backup == name), None)
 
     @property
     def prior(self) -> Prior:
@@ -296,4 +303,4 @@ def find_deployment(name_or_path: str) -> Path:
 
 def read_deployment(path: Path) -> DeploymentConfig:
     """Raises ConfigError naming file and key."""
-    return read_yaml(path, DeploymentConfig)
+    return parse(filled_in(load_yaml(path)), DeploymentConfig, str(path))

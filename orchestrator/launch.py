@@ -332,6 +332,8 @@ def plan_groups(config: DeploymentConfig, target: Path, draft: Path | None) -> d
     demands = {"target": _demand(config.target, target)}
     if config.draft and draft:
         whole = _demand(config.draft, draft)
+        if config.speculation.from_text_alone:
+            whole = replace(whole, tp=1)  # its model is not loaded
         for replica, role in enumerate(draft_roles(config.draft.replicas)):
             demands[role] = replace(whole, model=replica_of(config.draft, replica))
     node = read_node() if any(demand.on_gpus for demand in demands.values()) else None

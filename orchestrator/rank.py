@@ -33,8 +33,10 @@ from saguaro.orchestrator.config import ModelConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.drafters.backups import Primary, backup_drafter
 from saguaro.orchestrator.drafters.model import ModelDrafter
+from saguaro.orchestrator.drafters.nothing import NoDrafter
 from saguaro.orchestrator.drafters.shadows import Shadows
 from saguaro.orchestrator.drafters.text import TextDrafter
+from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy
 from saguaro.orchestrator.grammar import Grammars
@@ -139,6 +141,11 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
     part = plan.groups[role]
     os.sched_setaffinity(0, part.members[rank].cores)
     torch.set_num_threads(part.model.threads)
+    if role in plan.drafts and plan.config.speculation.from_text_alone:
+        memory = TokenMemory(part.model.num_blocks, part.model.block_size)
+        length = Manifest.load(Path(part.engine)).max_model_len
+        run_draft(plan, runtime, role, length, lambda policy, grammars, timeline: NoDrafter(memory))
+        return
     if Manifest.load(Path(part.engine)).engine == "trtllm":
         run_executor(role, plan, runtime, rank)
         return

@@ -12,7 +12,9 @@ Mode = Literal["ar", "sd", "ssd"]
 MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")  # each can do what those before it can
 Auto = Literal["auto"]
 Rule = Literal["coupled", "ratio"]
-Backup = Literal["primary", "defer", "ngram", "suffix", "random", "none"]
+TextBackup = Literal["ngram", "suffix", "random", "none"]  # those that need no model
+TEXT_BACKUPS: tuple[TextBackup, ...] = ("ngram", "suffix", "random", "none")
+Backup = Literal["primary", "defer", TextBackup]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 MAX_SEED = 2**64 - 1

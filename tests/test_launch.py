@@ -160,6 +160,8 @@ def test_several_answers_are_those_of_seeds_in_a_row_and_echo_begins_with_the_pr
     assert [r.token_ids for r in results[:3]] == [r.prompt_token_ids + r.token_ids for r in alone]
     assert [len(result.logprobs) for result in results[:3]] == [result.stats.tokens for result in alone]
     assert len({tuple(result.token_ids) for result in results[:3]}) == 3
+    each = llm.generate(["one"] * 3, [replace(params, seed=seed) for seed in seeds])  # parameters of each prompt
+    assert [result.token_ids for result in each] == [result.token_ids for result in alone]
     chunks = list(llm.stream("one", params, echo=True))
     assert chunks[0].text == "one"
     assert "".join(chunk.text for chunk in chunks) == results[0].text
@@ -204,6 +206,7 @@ def test_an_abandoned_stream_frees_its_blocks(llm: LLM) -> None:
         (lambda llm: llm.generate([[1] * 600]), "the prompt has 600 tokens and the context holds 512"),
         (lambda llm: llm.generate([[]]), "the prompt has no tokens"),
         (lambda llm: llm.generate([[99999]]), "token ids outside 0 to"),
+        (lambda llm: llm.generate(["x", "y"], [SamplingParams()]), "2 prompts need as many params"),
         (lambda llm: llm.generate("x", lookahead=9), "lookahead must be between 1 and this deployment's 3, got 9"),
         (
             lambda llm: llm.generate("x", SamplingParams(stop_token_ids=(10**6,))),

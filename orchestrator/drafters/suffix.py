@@ -44,7 +44,7 @@ class SuffixDrafter(TextDrafter):
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
         super().catch_up(rows)
         for row in rows:
-            self._read(row, self._memory.text(row))
+            self._read(row, self.memory.text(row))
 
     def continuation(self, row: DraftRow, text: Text, count: int) -> list[int]:
         automaton, state, length = self._match(row, text)

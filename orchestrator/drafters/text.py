@@ -18,7 +18,7 @@ class TextDrafter(ABC):
     """Tokens are proposed, not drawn: point masses. A speculation may be shorter than asked for, down to empty."""
 
     def __init__(self, memory: TokenMemory) -> None:
-        self._memory = memory
+        self.memory = memory
 
     @abstractmethod
     def continuation(self, row: DraftRow, text: Text, count: int) -> list[int]:
@@ -30,12 +30,12 @@ class TextDrafter(ABC):
 
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
         for row in rows:
-            self._memory.store(row, row.tokens[:-1])
+            self.memory.store(row, row.tokens[:-1])
 
     def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
         outcomes: list[list[Outcome]] = []
         for trunk, fan_out in zip(trunks, fan_outs, strict=True):
-            self._memory.store(trunk.row, trunk.row.tokens + trunk.draft_tokens)
+            self.memory.store(trunk.row, trunk.row.tokens + trunk.draft_tokens)
             text = self._text(trunk)
             found: list[Outcome] = []
             for k, count in enumerate(fan_out.counts):
@@ -59,7 +59,7 @@ class TextDrafter(ABC):
 
     def _text(self, trunk: Trunk) -> Text:
         """Tokens up to column `prefix`."""
-        return self._memory.text(trunk.row)[: trunk.prefix + 1]
+        return self.memory.text(trunk.row)[: trunk.prefix + 1]
 
 
 def _joined(text: Text, tail: Sequence[int]) -> Text:
