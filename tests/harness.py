@@ -133,6 +133,7 @@ class Pair:
         draft = [self.draft, *self.more_drafts][replica]
         channel = self.channels[replica]
         channel.forget()
+        timeline = Timeline() if replica else self.draft_timeline
         drafter: Primary = self.primary or ModelDrafter(
             draft,
             self.rule,
@@ -141,7 +142,7 @@ class Pair:
             cache_aware=self.cache_aware,
             min_confidence=self.min_confidence,
             grammars=self.draft_grammars,
-            timeline=self.draft_timeline,
+            timeline=timeline,
         )
         vocabulary = range(draft.vocab_size)
         others = {name: backup_drafter(name, drafter, self.rule, vocabulary) for name in self.others}
@@ -154,7 +155,7 @@ class Pair:
             backup=backup_drafter(self.backup, drafter, self.rule, vocabulary),
             others=others,
             shadows=Shadows(text, drafter.memory) if text else None,
-            timeline=self.draft_timeline,
+            timeline=timeline,
             defer=self.backup == "defer",
             estimators=Estimators() if replica else self.estimators,
             replica=replica,

@@ -45,8 +45,8 @@ def pair(config: SpeculationConfig, **options: Any) -> Pair:
         scripted(TARGET, blocks=1000),
         scripted(DRAFT, blocks=3000),
         rule=config.rule,
-        lookahead=config.lookahead,
-        budget=config.budget,
+        lookahead=config.max_lookahead,
+        budget=config.budgets()[-1],
         policy=config.policy(estimators),
         estimators=estimators,
         width=config.width,
@@ -76,7 +76,7 @@ def test_a_preset_is_what_its_keys_are(name: Preset, tmp_path: Path) -> None:
 def test_a_key_beside_a_preset_wins(tmp_path: Path) -> None:
     assert speculation(tmp_path, "preset: pearl").backup == "none"
     mine = speculation(tmp_path, "preset: pearl, backup: primary, lookahead: 7, fan_out: {policy: uniform, budget: 3}")
-    assert (mine.backup, mine.lookahead, mine.fan_out.counts, mine.budget) == ("primary", 7, None, 3)
+    assert (mine.backup, mine.max_lookahead, mine.fan_out.counts, mine.budgets()[-1]) == ("primary", 7, None, 3)
     assert mine.mode == "ssd"
 
 
@@ -98,7 +98,7 @@ def test_where_each_preset_guesses(tmp_path: Path) -> None:
     for name in NAMES:
         config = speculation(tmp_path, f"preset: {name}, lookahead: 5")
         policy = config.policy(Estimators(config.prior))
-        budget = config.budget if config.mode == "ssd" else 0
+        budget = config.budgets()[-1] if config.mode == "ssd" else 0
         for hit in (True, False):
             counts = policy(budget, 5, Situation(hit)).counts
             if name in ("pearl", "amusd"):
@@ -150,7 +150,7 @@ def test_ratio_emits_the_targets_law_with_every_preset(name: str, scale: float, 
         target, table = tables(rng)
         model, backup = drafters(config, table, 2)
         branch, _ = drafters(config, table, 1)
-        counts = config.policy(Estimators(config.prior))(config.budget, 2, Situation()).counts
+        counts = config.policy(Estimators(config.prior))(config.budgets()[-1], 2, Situation()).counts
         guessed = [Outcome(k, x) for k, count in enumerate(counts) for x in rng.sample(range(V), min(count, V))]
         assert_lossless_over_cache(
             accept_ratio, target, model, [guessed, ()], branch=branch, backup=backup, last=rng.randrange(V)

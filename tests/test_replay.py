@@ -33,8 +33,8 @@ def running(speculation: SpeculationConfig, draft: Any = DRAFT) -> Pair:
         scripted(TARGET, blocks=400, max_model_len=800),
         scripted(draft, blocks=800, max_model_len=800),
         rule=speculation.rule,
-        lookahead=speculation.lookahead,
-        budget=speculation.budget,
+        lookahead=speculation.max_lookahead,
+        budget=speculation.budgets()[-1],
         policy=speculation.policy(estimators),
         estimators=estimators,
         width=speculation.width,
@@ -61,8 +61,8 @@ def replayed(speculation: SpeculationConfig) -> Replay:
     return Replay(
         speculation.policy(estimators),
         estimators,
-        lookahead=speculation.lookahead,
-        budget=speculation.budget,
+        lookahead=speculation.max_lookahead,
+        budget=speculation.budgets()[-1],
         cache_aware=speculation.cache_aware,
         backup=text_drafter(backup, TokenMemory(800, 1), speculation.rule, range(V)) if backup else None,
     )
