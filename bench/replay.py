@@ -90,7 +90,7 @@ def answer_logits(engine: Engine, text: Text) -> torch.Tensor:
 def score(draft: torch.Tensor, target: torch.Tensor | None, text: Text, rule: Rule, width: int) -> Scored:
     """From both models' `answer_logits`; the target's are needed for `ratio` at temperature > 0 alone."""
     context, tails = (*text.prompt,), [text.answer[:k] for k in range(len(text.answer))]
-    candidates = sampling.propose(draft, text.request, rule, context, tails, width)
+    (candidates,) = sampling.propose(draft, [sampling.Query(text.request, context, tails, width)], rule)
     ids, tokens = candidates.ids.numpy(), np.asarray(text.answer)
     found = ids == tokens[:, None]
     ranked = Ranked(ids, np.where(found.any(1), found.argmax(1), ids.shape[1]))

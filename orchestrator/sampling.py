@@ -49,6 +49,7 @@ from saguaro.orchestrator.types import Outcome, RequestSampling, Rule, SparsePro
 __all__ = [
     "Candidates",
     "Purpose",
+    "Query",
     "Trial",
     "accept_coupled",
     "accept_ratio",
@@ -242,29 +243,57 @@ class Candidates:
         return tuple(token for token in ranked if token != excluded)[:count]
 
 
-def propose(
-    logits: Tensor,
-    request: RequestSampling,
-    rule: Rule,
-    context: Sequence[int],
-    tails: Sequence[Sequence[int]],
-    width: int,
-    allowed: Tensor | None = None,
-    *,
-    confidence: bool = False,
-) -> Candidates:
-    """The draft's `width` best tokens for [R, V] logits; rows, histories and `allowed` as in `adjusted`.
+@dataclass(frozen=True)
+class Query:
+    """Rows of one sequence for which the draft is asked: row r follows context + tails[r]."""
+
+    request: RequestSampling
+    context: Sequence[int]
+    tails: Sequence[Sequence[int]]
+    width: int  # candidates wanted of each row
+    allowed: Tensor | None = None  # [R, V] bool: the grammar mask
+
+    @property
+    def filters(self) -> tuple[float, ...]:
+        params = self.request.params
+        return params.temperature, params.top_k, params.top_p, params.min_p, self.width
+
+
+def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence: bool = False) -> list[Candidates]:
+    """The draft's best tokens for each query, from [R, V] logits: the rows of one query after the other's.
 
     The chain is the target's, with the filters on the best `width` alone. Ranked by score (temperature 0), by score
     and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. The
     confidence is that before the filters, at temperature 1 for greedy decoding. Raises EngineError if the model
     returned no numbers.
     """
-    params = request.params
-    scores = adjusted(logits, request, context, tails, allowed)
-    values, ids = top(scores, min(width, logits.shape[-1]))
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    counts = [len(query.tails) for query in queries]
+    parts = logits.split(counts)
+    tables = [
+        adjusted(part, query.request, query.context, query.tails, query.allowed)
+        for part, query in zip(parts, queries, strict=True)
+    ]
+    # As in `verify`: queries with equal filters go through the chain together.
+    groups = _groups([query.filters for query in queries])
+    untouched = len(groups) == 1 and all(table is part for table, part in zip(tables, parts, strict=True))
+    found: dict[int, Candidates] = {}
+    for members in groups:
+        table = logits if untouched else torch.cat([tables[index] for index in members])
+        ranked = _ranked(table, [queries[index] for index in members], rule, confidence)
+        sizes = [counts[index] for index in members]
+        probs = ranked.probs.split(sizes) if ranked.probs is not None else [None] * len(members)
+        sure = ranked.confidence.split(sizes) if ranked.confidence is not None else [None] * len(members)
+        found |= zip(members, map(Candidates, ranked.ids.split(sizes), probs, sure), strict=True)
+    return [found[index] for index in range(len(queries))]
+
+
+def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: bool) -> Candidates:
+    """For all rows of queries with equal filters, from their adjusted logits."""
+    params = queries[0].request.params
+    values, ids = top(table, min(queries[0].width, table.shape[-1]))
     best = checked_best(values[:, :1])
-    sure = (scaled(scores, best, params.temperature or 1.0).softmax(-1).amax(-1)) if confidence else None
+    sure = (scaled(table, best, params.temperature or 1.0).softmax(-1).amax(-1)) if confidence else None
     if params.temperature == 0:
         return Candidates(ids, None, sure)
     values = scaled(values, best, params.temperature)
@@ -275,8 +304,9 @@ def propose(
         kept = values.masked_fill(~keep, -math.inf)
         return Candidates(ids, torch.softmax(kept, -1, dtype=torch.float64), sure)
     tokens = ids.cpu().numpy()
-    positions = np.array([[len(context) + len(tail)] for tail in tails])
-    totals = values.cpu().numpy() + gumbel(request.seed, positions, tokens)
+    seeds = np.array([[query.request.seed] for query in queries for _ in query.tails], np.uint64)
+    positions = np.array([[len(query.context) + len(tail)] for query in queries for tail in query.tails])
+    totals = values.cpu().numpy() + gumbel(seeds, positions, tokens)
     order = np.lexsort((-totals, ~keep.cpu().numpy()))
     return Candidates(torch.from_numpy(np.take_along_axis(tokens, order, -1)).to(ids.device), None, sure)
 
@@ -310,6 +340,11 @@ class Trial:
     allowed: Tensor | None = None  # [K+1, V] bool: the grammar mask
 
     @property
+    def filters(self) -> tuple[float, ...]:
+        params = self.request.params
+        return params.temperature, params.top_k, params.top_p, params.min_p
+
+    @property
     def rows(self) -> int:
         """K+1."""
         return len(self.speculation.tokens) + 1
@@ -335,17 +370,22 @@ def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome 
     parts = logits.split(counts)
     tables = [trial.adjusted(part) for trial, part in zip(trials, parts, strict=True)]
     # Trials with equal filters go through the chain together: a few passes over the vocabulary for all of them.
-    groups: dict[tuple[float, ...], list[int]] = {}
-    for index, trial in enumerate(trials):
-        params = trial.request.params
-        groups.setdefault((params.temperature, params.top_k, params.top_p, params.min_p), []).append(index)
+    groups = _groups([trial.filters for trial in trials])
     untouched = len(groups) == 1 and all(table is part for table, part in zip(tables, parts, strict=True))
     outcomes: dict[int, Outcome | ConfigError] = {}
-    for members in groups.values():
+    for members in groups:
         table = logits if untouched else torch.cat([tables[index] for index in members])
         decided = _decide(filtered(table, trials[members[0]].request.params), [trials[i] for i in members], rule)
         outcomes |= zip(members, decided, strict=True)
     return [outcomes[index] for index in range(len(trials))]
+
+
+def _groups(keys: Sequence[tuple[float, ...]]) -> list[list[int]]:
+    """Places of equal keys."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
 
 
 def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:

@@ -28,7 +28,7 @@ from saguaro.orchestrator.fan_out_policy import uniform as evenly
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.protocol import Hello, Round
 from saguaro.orchestrator.randomness import Purpose, uniform
-from saguaro.orchestrator.sampling import Candidates, Trial, draw_draft, propose, verify
+from saguaro.orchestrator.sampling import Candidates, Query, Trial, draw_draft, propose, verify
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.target import EngineTarget
@@ -57,7 +57,7 @@ def test_i01_the_targets_top_p_binds_in_whole_rounds(rule: Rule, mode: Mode, dra
 def test_i03_a_filtered_draft_records_what_it_was_drawn_from() -> None:
     """I-03: the recorded q lacked the draft's own processors. T = .7 and top-k 2: two entries, and the histogram."""
     request = RequestSampling(SamplingParams(temperature=0.7, top_k=2), 9, 1)
-    candidates = propose(torch.tensor([[2.0, 1.5, 1.0, 0.0]]), request, "ratio", [0], [()], 4)
+    candidates = propose(torch.tensor([[2.0, 1.5, 1.0, 0.0]]), [Query(request, [0], [()], 4)], "ratio")[0]
     draws = [draw_draft(candidates, 0, uniform(9, position, Purpose.DRAFT)) for position in range(2000)]
     (q,) = {probs for _, probs in draws}
     counts = Counter(token for token, _ in draws)
@@ -72,7 +72,7 @@ def test_i04_q_comes_from_the_rounded_logits_that_were_drawn_from() -> None:
     assert rounded[0, 0] == rounded[0, 1]
     target = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log().expand(2, 3)
     request = RequestSampling(SamplingParams(), 11, 1)
-    candidates: Candidates = propose(rounded, request, "ratio", [0], [()], 3)
+    candidates: Candidates = propose(rounded, [Query(request, [0], [()], 3)], "ratio")[0]
     first: Counter[int] = Counter()
     for position in range(1, 3001):
         token, q = draw_draft(candidates, 0, uniform(11, position, Purpose.DRAFT))

@@ -24,6 +24,7 @@ from saguaro.orchestrator import sampling
 from saguaro.orchestrator.randomness import GUMBEL_MAX, Purpose, gumbel, uniform, uniforms
 from saguaro.orchestrator.sampling import (
     Candidates,
+    Query,
     Trial,
     accept_ratio,
     acceptance,
@@ -33,10 +34,10 @@ from saguaro.orchestrator.sampling import (
     draw,
     draw_draft,
     needs_history,
-    propose,
     residual,
 )
 from saguaro.orchestrator.sampling import choose as choose_all
+from saguaro.orchestrator.sampling import propose as propose_all
 from saguaro.orchestrator.sampling import verify as verify_all
 from saguaro.orchestrator.scores import _mass, adjusted, filtered
 from saguaro.orchestrator.types import Outcome, RequestSampling, SamplingParams, SparseProbs, Speculation
@@ -70,6 +71,12 @@ def verify(logits, request, rule, context, speculation, allowed=None):
     if isinstance(outcome, ConfigError):
         raise outcome
     return outcome
+
+
+def propose(logits, request, rule, context, tails, width, allowed=None, **options):
+    """One query."""
+    (found,) = propose_all(logits, [Query(request, context, tails, width, allowed)], rule, **options)
+    return found
 
 
 def choose(row, seed, position, ids=None):
@@ -356,6 +363,28 @@ def test_a_round_of_many_decides_as_each_alone(seed, count, rule):
             assert str(outcome) == str(alone)
         else:
             assert outcome == alone
+
+
+@settings(untimed, max_examples=40)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from(["coupled", "ratio"]), st.booleans())
+def test_what_is_proposed_to_many_is_proposed_to_each_alone(seed, count, rule, confidence):
+    generator = np.random.default_rng(seed)
+    queries, tables = [], []
+    for index in range(count):
+        tails = [tuple(generator.integers(0, 23, int(n)).tolist()) for n in generator.integers(0, 4, 3)]
+        context = generator.integers(0, 23, int(generator.integers(1, 6))).tolist()
+        drawn = request(int(generator.integers(2**63)), **KINDS[int(generator.integers(len(KINDS)))])
+        allowed = torch.from_numpy(generator.random((3, 23)) < 0.5) if generator.random() < 0.3 else None
+        queries.append(Query(drawn, context, tails, int(generator.integers(2, 9)), allowed))
+        tables.append(random_logits(3, 23, seed + index))
+    together = propose_all(torch.cat(tables), queries, rule, confidence=confidence)
+    for found, table, query in zip(together, tables, queries, strict=True):
+        (alone,) = propose_all(table, [query], rule, confidence=confidence)
+        assert found.ids.tolist() == alone.ids.tolist()
+        for name in ("probs", "confidence"):
+            mine, own = getattr(found, name), getattr(alone, name)
+            assert (mine is None) == (own is None)
+            assert mine is None or torch.equal(mine, own)
 
 
 def test_rows_choose_with_their_own_seeds_and_positions(monkeypatch):

@@ -833,7 +833,9 @@ def test_what_each_rank_of_a_group_does(tmp_path: Path, monkeypatch: pytest.Monk
     plan: Any = SimpleNamespace(groups={role: part}, config=config)
     led: list[Any] = []
     monkeypatch.setattr(rank, "run_target", lambda plan, runtime, target: led.append(target))
-    monkeypatch.setattr(rank, "run_draft", lambda plan, runtime, role, length, primary: led.append(primary(None, None, None)))
+    monkeypatch.setattr(
+        rank, "run_draft", lambda plan, runtime, role, length, primary: led.append(primary(None, None, None))
+    )
     for number in (1, 2, 0):
         rank.run_executor(role, plan, tmp_path, number)
     assert [type(leader) for leader in led] == [ExecutorTarget if role == "target" else ExecutorDrafter]

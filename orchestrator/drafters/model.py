@@ -95,10 +95,7 @@ class ModelDrafter:
 
         def guesses() -> list[list[Outcome]]:
             logits = self._feed([trunk.row for trunk in trunks], fed, lengths)
-            return [
-                self._guess(trunk, fan_out, rows)
-                for trunk, fan_out, rows in zip(trunks, fan_outs, logits.split(lengths), strict=True)
-            ]
+            return self._guess(trunks, fan_outs, logits)
 
         if max(map(len, fed), default=0) > _LONGEST_TRUNK:
             return guesses()
@@ -121,8 +118,11 @@ class ModelDrafter:
             )
             with self._timeline.step(len(batch.token_ids)):
                 logits = self._engine.forward(batch).logits
-                for b, rows in zip(active, logits.split(batch.rows), strict=True):
-                    self._extend(b, rows, depth)
+                asked = [(b.trunk, b.tails()) for b in active]
+                for b, candidates in zip(
+                    active, self._propose(logits, asked, 1, self._min_confidence > 0), strict=True
+                ):
+                    self._extend(b, candidates, depth)
         return [b.speculations() for b in branches]
 
     def _feed(self, rows: Sequence[DraftRow], tokens: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> torch.Tensor:
@@ -133,19 +133,25 @@ class ModelDrafter:
         self.memory.write(batch.slots.numpy(), batch.token_ids.numpy())
         return self._engine.forward(batch).logits
 
-    def _guess(self, trunk: Trunk, fan_out: FanOut, logits: torch.Tensor) -> list[Outcome]:
-        if fan_out.branches == 0:
-            return []
-        tails = [trunk.draft_tokens[:k] for k in range(len(fan_out.counts))]
+    def _guess(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut], logits: torch.Tensor) -> list[list[Outcome]]:
         # One more than are guessed, since one of them may be the token under verification.
-        candidates = self._propose(trunk, logits, tails, max(fan_out.counts) + 1)
-        outcomes: list[Outcome] = []
-        for k, count in enumerate(fan_out.counts):
-            sent = trunk.draft_tokens[k] if k < len(trunk.draft_tokens) else None
-            outcomes.extend(Outcome(k, token) for token in candidates.guesses(k, count, sent))
+        most = max((max(fan_out.counts) for fan_out in fan_outs), default=0)
+        if most == 0:
+            return [[] for _ in trunks]
+        asked = [(trunk, [trunk.draft_tokens[:k] for k in range(len(trunk.draft_tokens) + 1)]) for trunk in trunks]
+        outcomes: list[list[Outcome]] = []
+        for trunk, fan_out, candidates in zip(trunks, fan_outs, self._propose(logits, asked, most + 1), strict=True):
+            sent = [*trunk.draft_tokens, None]
+            outcomes.append(
+                [
+                    Outcome(k, token)
+                    for k, count in enumerate(fan_out.counts)
+                    for token in candidates.guesses(k, count, sent[k])
+                ]
+            )
         return outcomes
 
-    def _extend(self, branches: _Branches, logits: torch.Tensor, depth: int) -> None:
+    def _extend(self, branches: _Branches, candidates: sampling.Candidates, depth: int) -> None:
         """One more token for every branch of one sequence that goes on.
 
         Whether it does is decided by the distribution of its next token, before that is drawn: by the tokens it has,
@@ -154,8 +160,6 @@ class ModelDrafter:
         what is left of the tokens at that place would be only those that let it go on.
         """
         row = branches.trunk.row
-        tails = branches.tails()
-        candidates = self._propose(branches.trunk, logits, tails, 1, confidence=self._min_confidence > 0)
         if candidates.confidence is not None:
             sure = (candidates.confidence >= self._min_confidence).tolist()
             branches.growing = [going and so for going, so in zip(branches.growing, sure, strict=True)]
@@ -166,10 +170,10 @@ class ModelDrafter:
             return
         situation = Situation(not branches.trunk.happened, row.request.params.temperature)
         fan_out = self._policy(row.budget, row.lookahead, situation).counts[depth]
-        for index, tail in enumerate(tails):
+        for index, outcome in enumerate(branches.outcomes):
             if not branches.growing[index]:
                 continue
-            position = branches.trunk.prefix + 1 + len(tail)
+            position = branches.trunk.prefix + 1 + outcome.accepted + len(branches.paths[index])
             uniform = sampling.uniform(row.request.seed, position, sampling.Purpose.DRAFT, position - depth)
             token, probs = sampling.draw_draft(candidates, index, uniform, fan_out, self._cache_aware)
             branches.paths[index].append(token)
@@ -177,27 +181,27 @@ class ModelDrafter:
 
     def _propose(
         self,
-        trunk: Trunk,
         logits: torch.Tensor,
-        tails: Sequence[tuple[int, ...]],
+        asked: Sequence[tuple[Trunk, Sequence[tuple[int, ...]]]],
         needed: int,
-        *,
         confidence: bool = False,
-    ) -> sampling.Candidates:
-        """At least `needed` candidates for the token after each tail.
+    ) -> list[sampling.Candidates]:
+        """At least `needed` candidates for the token after each tail of each trunk: the rows of `logits`, in order.
 
         At temperature > 0 the noise (or the draw) chooses among more than the best few. The history is read only if a
         parameter depends on it.
         """
-        width = needed if trunk.row.request.params.temperature == 0 else max(needed, self._width)
-        context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
-        follows = self._grammars is not None and trunk.row.grammar is not None
-        if follows or sampling.needs_history(trunk.row.request.params):
-            context = self.memory.read(trunk.row.table, len(context)).tolist()
-        allowed = self._allowed(trunk.row, context, tails, logits) if follows else None
-        return sampling.propose(
-            logits, trunk.row.request, self._rule, context, tails, width, allowed, confidence=confidence
-        )
+        queries = []
+        for (trunk, tails), rows in zip(asked, logits.split([len(tails) for _, tails in asked]), strict=True):
+            row = trunk.row
+            width = needed if row.request.params.temperature == 0 else max(needed, self._width)
+            context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
+            follows = self._grammars is not None and row.grammar is not None
+            if follows or sampling.needs_history(row.request.params):
+                context = self.memory.read(row.table, len(context)).tolist()
+            allowed = self._allowed(row, context, tails, rows) if follows else None
+            queries.append(sampling.Query(row.request, context, tails, width, allowed))
+        return sampling.propose(logits, queries, self._rule, confidence=confidence)
 
     def _allowed(
         self, row: DraftRow, context: Sequence[int], tails: Sequence[tuple[int, ...]], logits: torch.Tensor

@@ -53,7 +53,9 @@ class ExecutorDrafter:
             logits = reply.logits[:, : self._session.vocab_size]
             tails = [trunk.draft_tokens[:k]]
             context = self._prefix(trunk)
-            candidates = sampling.propose(logits, trunk.row.request, "ratio", context, tails, count + 1)
+            (candidates,) = sampling.propose(
+                logits, [sampling.Query(trunk.row.request, context, tails, count + 1)], "ratio"
+            )
             sent = trunk.draft_tokens[k] if k < len(trunk.draft_tokens) else None
             outcomes[index].extend(Outcome(k, token) for token in candidates.guesses(0, count, sent))
         return outcomes
