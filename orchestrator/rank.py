@@ -219,7 +219,7 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
     """A rank of a group whose engine is TensorRT-LLM's: rank 0 leads and has no GPU, the others hold a share each."""
     # These need TensorRT-LLM.
     from saguaro.engines.trtllm import ExecutorSession, Options, work
-    from saguaro.orchestrator.drafters.stock import ExecutorDrafter
+    from saguaro.orchestrator.drafters import stock
     from saguaro.orchestrator.executor_target import ExecutorTarget, check_deployment
 
     model, directory = plan.groups[role].model, Path(plan.groups[role].engine)
@@ -232,6 +232,8 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
     )
     if role == "target":
         check_deployment(plan.config, read_trtllm_config(directory))
+    else:
+        stock.check_deployment(plan.config)
     if rank > 0:
         work(directory, options, rank)
         return
@@ -241,7 +243,7 @@ def run_executor(role: str, plan: LaunchPlan, runtime: Path, rank: int) -> None:
         if role == "target":
             run_target(plan, runtime, ExecutorTarget(session))
         else:
-            drafter = ExecutorDrafter(session, model.num_blocks, model.block_size)
+            drafter = stock.ExecutorDrafter(session, model.num_blocks, model.block_size)
             run_draft(plan, runtime, role, session.engine.max_model_len, lambda _policy, _grammars, _timeline: drafter)
     finally:
         session.close()

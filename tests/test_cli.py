@@ -38,7 +38,8 @@ def test_generate_json_and_trace(store: Path, tmp_path: Path, nothing_left: None
     assert answer["stats"]["mode"] == "ssd"
     assert answer["stats"]["acceptance_length"] <= 3  # the lookahead was lowered to 2
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"verifier", "speculator"}
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"verifier", "speculator", "sequences"}
     work = [event for event in events if event["ph"] == "X"]
     assert {event["name"] for event in work} >= {"verify", "wait", "prepare"}
     assert all(event["dur"] >= 0 for event in work)
@@ -83,7 +84,10 @@ def test_chat_remembers_and_leaves(capsys: pytest.CaptureFixture[str], monkeypat
     ("arguments", "message"),
     [
         (["generate", "--deployment", "tinny", "x"], "did you mean tiny?"),
-        (["generate", "--deployment", "tiny", "--lookahead", "0", "x"], "lookahead must be between 1 and 32, got 0"),
+        (
+            ["generate", "--deployment", "tiny", "--lookahead", "0", "x"],
+            "lookahead must be `auto`, or between 1 and 32, got 0",
+        ),
         (["generate", "--deployment", "tiny", "--temperature", "-1", "x"], "temperature must be between 0 (greedy)"),
         (["models", "pull", "qwen2.5-codr"], "qwen2.5-coder"),
         (["build", "tiny-targt"], "did you mean tiny-target?"),

@@ -66,12 +66,15 @@ from saguaro.engines.trtllm_config import read_trtllm_config  # noqa: E402
 from saguaro.errors import ConfigError, EngineError  # noqa: E402
 from saguaro.orchestrator.config import (  # noqa: E402
     DeploymentConfig,
+    DraftConfig,
+    FanOutConfig,
     ModelConfig,
     ServingConfig,
     SpeculationConfig,
     find_deployment,
     read_deployment,
 )
+from saguaro.orchestrator.drafters import stock  # noqa: E402
 from saguaro.orchestrator.drafters.stock import ExecutorDrafter  # noqa: E402
 from saguaro.orchestrator.executor_target import ExecutorTarget, check_deployment  # noqa: E402
 from saguaro.orchestrator.grammar import Grammars  # noqa: E402
@@ -819,6 +822,15 @@ def test_ranks_construct_one_executor(tmp_path: Path) -> None:
     assert all(not worker.requests for worker in workers)
     session.close()
     assert not leader.running
+
+
+@pytest.mark.parametrize(
+    ("key", "given"), [("lookahead", {"lookahead": "auto"}), ("fan_out.budget", {"fan_out": FanOutConfig("auto")})]
+)
+def test_a_stock_draft_whose_steps_nobody_times_takes_numbers(key: str, given: dict[str, Any]) -> None:
+    config = DeploymentConfig("test", ModelConfig("t"), DraftConfig("d"), SpeculationConfig(rule="ratio", **given))
+    with pytest.raises(ConfigError, match=rf"speculation.{key} is `auto`.*give a number"):
+        stock.check_deployment(config)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -13,11 +13,23 @@ from collections.abc import Sequence
 from saguaro.engines.trtllm import Ask, ExecutorSession, Reply
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
+from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.drafters.base import Trunk
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Speculation
 from saguaro.plugins.fan_out import FanOut
+
+
+def check_deployment(config: DeploymentConfig) -> None:
+    """Before anything is loaded. Raises ConfigError naming key, reason and remedy."""
+    speculation = config.speculation
+    for key, value in (("lookahead", speculation.lookahead), ("fan_out.budget", speculation.fan_out.budget)):
+        if value == "auto":
+            raise ConfigError(
+                f"speculation.{key} is `auto`, but a draft on TensorRT-LLM's Executor does not say how long its steps "
+                "take: give a number"
+            )
 
 
 class ExecutorDrafter:
