@@ -178,7 +178,8 @@ async def test_a_vanished_client_takes_its_requests_along(socket: Path) -> None:
     async with connect(socket) as client:
         async with connect(socket) as vanishing:
             working = [asyncio.create_task(tokens(vanishing, [0], ENDLESS)) for _ in range(5)]
-            await asyncio.sleep(0.05)
+            while (status := await client.status()).running + status.waiting < 5:
+                await asyncio.sleep(0.01)
         for task in working:
             task.cancel()
         assert await tokens(client, [0]) == [1, 2, 3]
