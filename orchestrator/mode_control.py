@@ -17,7 +17,7 @@ from typing import Literal
 from saguaro.orchestrator.rates import FEWEST, MARGIN, Rate, differs, faster_than
 from saguaro.orchestrator.types import Mode
 
-Reason = Literal["faster", "slower", "batch", "collapse", "recovered", "draft_lost", "draft_back"]
+Reason = Literal["faster", "slower", "batch", "draft_lost", "draft_back"]
 
 SHARE = 0.02  # of all time may be lost to probes
 BURST = 20  # rounds of the running mode that may be lost at once after a quiet time
@@ -88,7 +88,7 @@ class _Probe:
 
 
 class ModeControl:
-    """`modes` may run; the first is where it starts. Not `auto`: that one runs, and plain decoding after a collapse."""
+    """`modes` may run; the first is where it starts. Not `auto`: that one runs."""
 
     def __init__(self, modes: Sequence[Mode], *, auto: bool, on_change: Callable[[Change], None]) -> None:
         self._modes = tuple(modes)
@@ -102,7 +102,6 @@ class ModeControl:
         self._probe: _Probe | None = None
         self._allowance = 0.0  # seconds
         self.drafting = True  # a draft is there
-        self._collapsed = False
         self._shown: Mode = modes[0]
         self.probes: dict[Mode, int] = dict.fromkeys(modes, 0)
 
@@ -157,10 +156,8 @@ class ModeControl:
             return "ar"
         return self._probe.mode if self._probe else self._bucket.current
 
-    def observe(self, round: Measured, *, collapsed: bool = False) -> None:
-        """What the round took that `mode` was asked for. `collapsed`: next to no speculation is accepted."""
-        collapse = collapsed != self._collapsed
-        self._collapsed = collapsed
+    def observe(self, round: Measured) -> None:
+        """What the round took that `mode` was asked for."""
         if self._elsewhere or not self.drafting:
             return  # of another batch size
         self._account(round)
@@ -170,12 +167,8 @@ class ModeControl:
             self._bucket.settling -= 1
         elif round.settled:
             self._learn(self._bucket, round)
-        if collapse and not self._auto:
-            self._abandon_probe()
-            self._switch("ar" if collapsed else self._modes[0], "collapse" if collapsed else "recovered")
-        elif self._probe is None and self._bucket.rounds >= LEAST:
-            if self._auto:
-                self._reconsider()
+        if self._auto and self._probe is None and self._bucket.rounds >= LEAST:
+            self._reconsider()
             self._perhaps_probe()
 
     @property
@@ -229,8 +222,6 @@ class ModeControl:
             self._probe = None
 
     def _perhaps_probe(self) -> None:
-        if not (self._auto or self._collapsed):
-            return
         running = self._bucket.arms[self._bucket.current].rate.value or 0.0
         for mode, arm in self._bucket.arms.items():
             # What was faster than the running mode when it was last seen is expected to lose nothing.
@@ -256,7 +247,7 @@ class ModeControl:
             hopeless |= now < HOPELESS * against
         if not hopeless and probe.rounds < PATIENCE and probe.counted < LEAST:
             return
-        if not self._auto or not probe.counted or now is None:
+        if not probe.counted or now is None:
             self._end_probe(probe, arm)
             return
         known = probe.rate if differs(probe.rate, arm.rate) else probe.total

@@ -28,8 +28,6 @@ _WHY: dict[Reason, str] = {
     "faster": "it was measured to be faster",
     "slower": "the other has become slower",
     "batch": "the batch has another size",
-    "collapse": "next to no draft token is accepted",
-    "recovered": "draft tokens are accepted again",
     "draft_lost": "the draft is away",
     "draft_back": "the draft is back",
 }
@@ -85,7 +83,7 @@ class RoundControl:
             if span.name == "verify":
                 self.costs.verify.observe(len(batch) + drafted, (span.end - span.start) / 1e9)
         measured = Measured(self._latest.mode, len(batch), sum(map(len, result.tokens)), result.seconds, result.settled)
-        self._modes.observe(measured, collapsed=self.alarm.on)
+        self._modes.observe(measured)
 
     def _learn(self, before: RoundRecord, record: RoundRecord) -> None:
         if record.drafted:
