@@ -102,7 +102,7 @@ class EngineTarget:
                     outcomes[index] = error
         parts = dict(enumerate(logits.split(wanted)))
         if any(outcomes.values()):
-            logits = torch.cat([parts[index] for index in trials])
+            logits = torch.cat([logits[:0], *(parts[index] for index in trials)])
         outcomes |= zip(trials, sampling.verify(logits, list(trials.values()), self._rule), strict=True)
         for index in trials:
             outcome = outcomes[index]

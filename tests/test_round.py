@@ -20,7 +20,7 @@ from harness import Pair
 from saguaro.engines.base import Engine
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.engines.scripted import ScriptedEngine, markov_table
-from saguaro.errors import LinkError
+from saguaro.errors import ConfigError, LinkError
 from saguaro.orchestrator.fan_out_policy import Lists
 from saguaro.orchestrator.protocol import Answer, Round, decode
 from saguaro.orchestrator.types import Outcome, SamplingParams, Speculation
@@ -373,3 +373,25 @@ def test_a_seed_fixes_the_text_whatever_runs_beside_it(rule: str, cache_aware: f
     assert run() != Pair(scripted(TARGET), scripted(DRAFT), rule=rule).run(  # type: ignore[arg-type]
         [0], SamplingParams(temperature=2.0, seed=43, max_tokens=20)
     )
+
+
+class Unfollowable:
+    """A grammar that has become too ambiguous for the library."""
+
+    digest = b""
+    complete = False
+
+    def masks(self, tails: object, vocab_size: int) -> None:
+        raise ConfigError("the grammar cannot be followed any further")
+
+
+@pytest.mark.parametrize("neighbours", [0, 2])
+def test_a_grammar_that_cannot_be_followed_ends_its_own_request_alone(neighbours: int) -> None:
+    both = Pair(scripted(TARGET), scripted(DRAFT))
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    failing, *others = (both.sequence([0], greedy, "ar") for _ in range(1 + neighbours))
+    failing.grammar = Unfollowable()  # type: ignore[assignment]
+    tokens = both.finish([failing, *others])
+    assert failing.finish_reason == "error"
+    assert "cannot be followed any further" in str(failing.error)
+    assert tokens == [[]] + [both.run([0], greedy, "ar")] * neighbours
