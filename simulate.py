@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import analysis
-from saguaro.orchestrator.fan_out_policy import MissCurve, geometric, predicted_hit_rate
+from saguaro.orchestrator.fan_out_policy import AcceptedCurve, MissCurve, geometric, predicted_hit_rate, row_hits
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,16 +90,17 @@ def predict(pair: Pair, setting: Setting) -> Prediction:
 def each_backup(pair: Pair, setting: Setting) -> list[Prediction]:
     """With each of the backups; `defer` is `primary` where nobody else is in the batch, or nothing is prepared."""
     lookahead, batch, total = setting.lookahead, setting.batch, setting.budget * setting.devices
-    curve = MissCurve(pair.miss_scale, pair.miss_exponent)
+    rejected = MissCurve(pair.miss_scale, pair.miss_exponent)
+    accepted = AcceptedCurve(pair.acceptance, rejected)
     e_hit = analysis.tokens_per_round(pair.acceptance, lookahead)
     # The trunk in one forward, then all branches, a token at a time.
     t_p = pair.step(batch * (lookahead + 1)) + lookahead * pair.step(batch * setting.budget) if total else 0.0
 
     def hit_rate(acceptance: float) -> float:
         """After a speculation whose tokens are accepted with this probability."""
-        fan_out = geometric(total, lookahead, acceptance, curve)
+        fan_out = geometric(total, lookahead, acceptance, rejected, accepted)
         weights = analysis.outcome_weights([acceptance] * lookahead)
-        return predicted_hit_rate(fan_out, weights, [curve.hits(total)] * (lookahead + 1))
+        return predicted_hit_rate(fan_out, weights, row_hits(total, lookahead, rejected, accepted))
 
     after_hit = hit_rate(pair.acceptance)
     found: list[Prediction] = []
@@ -123,7 +124,7 @@ def each_backup(pair: Pair, setting: Setting) -> list[Prediction]:
         found.append(
             Prediction(
                 setting=setting,
-                fan_out=geometric(total, lookahead, pair.acceptance, curve).counts,
+                fan_out=geometric(total, lookahead, pair.acceptance, rejected, accepted).counts,
                 backup=backup,
                 p_hit=p_hit,
                 e_hit=e_hit,

@@ -355,9 +355,9 @@ def curves(scored: Sequence[Scored], lookahead: int, setting: SpeculationConfig)
 
 
 def fitted(base: SpeculationConfig, found: Sequence[tuple[list[float], Curve, Curve]]) -> FanOutConfig:
-    """`fan_out` with the acceptance and the miss curve that were measured, over all temperatures."""
+    """`fan_out` with the acceptance and the miss curve after a rejection that were measured, over all temperatures."""
     rates = [rate for acceptance, _, _ in found for rate in acceptance if math.isfinite(rate)]
-    fits = [(curve.fit.curve, curve.rounds) for _, *both in found for curve in both if curve.fit]
+    fits = [(curve.fit.curve, curve.rounds) for _, curve, _ in found if curve.fit]
     fan_out = replace(base.fan_out, acceptance=round(float(np.mean(rates)), 3) if rates else base.fan_out.acceptance)
     if not fits:
         return fan_out

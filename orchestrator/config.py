@@ -89,7 +89,8 @@ class DraftConfig(ModelConfig):
 class FanOutConfig:
     """How `budget` branches are spread over the acceptance lengths of a speculation.
 
-    `uniform`: evenly. `geometric`: the best list for the acceptance and miss curve stated here (Theorem 12).
+    `uniform`: evenly. `geometric`: the best list for the acceptance and miss curve stated here (Theorem 12, with a
+    curve of its own for the row where everything is accepted).
     `auto`: starts from that list and follows what is measured. Or a hand-written list F_0 … F_K in `counts`. The budget
     `auto` is the largest whose branches are done before the verification is.
     """
@@ -100,7 +101,7 @@ class FanOutConfig:
     policy: Literal["uniform", "geometric", "auto"] | None = None  # None: the list in `counts`, or else `auto`
     acceptance: float = 0.8  # of a draft token
     acceptance_after_miss: float | None = None  # of the backup's tokens; None: what is usual for that backup
-    miss_scale: float = 0.4  # c of the miss curve c F^-r
+    miss_scale: float = 0.4  # c of the miss curve c F^-r after a rejection
     miss_exponent: float = 0.6  # r
 
     def __post_init__(self) -> None:
@@ -225,7 +226,9 @@ def _written(counts: tuple[int, ...]) -> fan_out_policy.Shape:
 
 
 def _geometric(acceptance: float, prior: Prior) -> fan_out_policy.Shape:
-    return lambda budget, lookahead: fan_out_policy.geometric(budget, lookahead, acceptance, prior.curve)
+    return lambda budget, lookahead: fan_out_policy.geometric(
+        budget, lookahead, acceptance, prior.rejected, prior.accepted
+    )
 
 
 @dataclass(frozen=True)

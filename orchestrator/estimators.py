@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from saguaro.orchestrator.analysis import outcome_weights, overall_hit_rate
-from saguaro.orchestrator.fan_out_policy import MissCurve, Situation
+from saguaro.orchestrator.fan_out_policy import AcceptedCurve, Curve, MissCurve, Situation
 from saguaro.orchestrator.protocol import CurveFit
 from saguaro.orchestrator.types import Outcome
 from saguaro.plugins.fan_out import FanOut
@@ -34,7 +34,11 @@ class Prior:
 
     acceptance: float = 0.8
     acceptance_after_miss: float = 0.8
-    curve: MissCurve = MissCurve(0.4, 0.6)
+    rejected: MissCurve = MissCurve(0.4, 0.6)
+
+    @property
+    def accepted(self) -> AcceptedCurve:
+        return AcceptedCurve(self.acceptance, self.rejected)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class GuessCurve:
         """What the curve rests on, with decay."""
         return float(self._ranks.trials.max(initial=0.0))
 
-    def hits(self, most: int, prior: MissCurve) -> tuple[float, ...]:
+    def hits(self, most: int, prior: Curve) -> tuple[float, ...]:
         """Hit rates of 0 … `most` guesses; where little was seen, the fit goes on, or the prior."""
         fit = self.fit()
         curve = fit.curve if fit else prior
@@ -127,9 +131,9 @@ class GuessCurve:
 class Estimate:
     """Of one temperature band, after a hit or after a miss."""
 
-    def __init__(self, acceptance: float, curve: MissCurve, decay: float = DECAY) -> None:
-        self._acceptance = acceptance
-        self._curve = curve
+    def __init__(self, prior: Prior, hit: bool, decay: float = DECAY) -> None:
+        self._prior = prior
+        self._acceptance = prior.acceptance if hit else prior.acceptance_after_miss
         self._positions = Counts(decay)
         self._lookups = Counts(decay)
         self._decay = decay
@@ -171,8 +175,8 @@ class Estimate:
 
     def hits(self, lookahead: int, budget: int) -> list[tuple[float, ...]]:
         """Hit rates of 0 … budget guesses for each acceptance length."""
-        rejected = self.after_rejection.hits(budget, self._curve)
-        return [rejected] * lookahead + [self.after_acceptance.hits(budget, self._curve)]
+        rejected = self.after_rejection.hits(budget, self._prior.rejected)
+        return [rejected] * lookahead + [self.after_acceptance.hits(budget, self._prior.accepted)]
 
 
 class Estimators:
@@ -186,9 +190,7 @@ class Estimators:
     def of(self, situation: Situation) -> Estimate:
         key = band(situation.temperature), situation.hit
         if key not in self._estimates:
-            prior = self._prior
-            acceptance = prior.acceptance if situation.hit else prior.acceptance_after_miss
-            self._estimates[key] = Estimate(acceptance, prior.curve, self._decay)
+            self._estimates[key] = Estimate(self._prior, situation.hit, self._decay)
         return self._estimates[key]
 
     def hit_rate(self, temperature: float) -> float | None:

@@ -41,6 +41,12 @@ class Lists:
         return shape(budget, lookahead)
 
 
+class Curve(Protocol):
+    def hits(self, most: int) -> tuple[float, ...]:
+        """Probability that the bonus token is among the best F guesses, for F = 0 … `most`."""
+        ...
+
+
 @dataclass(frozen=True)
 class MissCurve:
     """P(the bonus token is not among F guesses) = scale * F^-exponent, and 1 for F = 0.
@@ -58,6 +64,21 @@ class MissCurve:
     def hits(self, most: int) -> tuple[float, ...]:
         """Hit rates of 0 … `most` guesses."""
         return tuple(self.hit(guesses) for guesses in range(most + 1))
+
+
+@dataclass(frozen=True)
+class AcceptedCurve:
+    """The law of the row where everything was accepted, from that of the rows where a token was rejected.
+
+    The first guess there is what the draft would have proposed next: as often right as any of its tokens. If it is
+    wrong it is as good as rejected, and the other guesses do what they do after a rejection.
+    """
+
+    acceptance: float  # of a token of the draft
+    rejected: MissCurve
+
+    def hits(self, most: int) -> tuple[float, ...]:
+        return (0.0, *(1 - (1 - self.acceptance) * (1 - hit) for hit in self.rejected.hits(most)[:most]))
 
 
 def uniform(budget: int, lookahead: int) -> FanOut:
@@ -80,10 +101,18 @@ def fixed(counts: tuple[int, ...], lookahead: int) -> FanOut:
 
 
 @lru_cache(maxsize=512)
-def geometric(budget: int, lookahead: int, acceptance: float, curve: MissCurve) -> FanOut:
-    """The best list when every draft token is accepted with one probability: Theorem 12 in whole numbers."""
-    curves = [curve.hits(budget)] * (lookahead + 1)
-    return allocate(budget, outcome_weights([acceptance] * lookahead), curves)
+def geometric(budget: int, lookahead: int, acceptance: float, rejected: Curve, accepted: Curve) -> FanOut:
+    """The best list when every token is accepted with one probability: Theorem 12 in whole numbers.
+
+    The theorem has one curve for all rows. Here the last row (everything `accepted`) has its own, as in Theorem 18.
+    """
+    hits = row_hits(budget, lookahead, rejected, accepted)
+    return allocate(budget, outcome_weights([acceptance] * lookahead), hits)
+
+
+def row_hits(most: int, lookahead: int, rejected: Curve, accepted: Curve) -> list[tuple[float, ...]]:
+    """Hit rates of 0 … `most` guesses for each acceptance length 0 … `lookahead`."""
+    return [rejected.hits(most)] * lookahead + [accepted.hits(most)]
 
 
 def allocate(budget: int, weights: Sequence[float], hits: Sequence[Sequence[float]]) -> FanOut:

@@ -15,7 +15,7 @@ from saguaro.orchestrator.collapse_alarm import CollapseAlarm
 from saguaro.orchestrator.config import SpeculationConfig
 from saguaro.orchestrator.costs import Costs
 from saguaro.orchestrator.estimators import DECAY, Counts
-from saguaro.orchestrator.fan_out_policy import MissCurve
+from saguaro.orchestrator.fan_out_policy import Curve, MissCurve
 from saguaro.orchestrator.mode_control import Change, Measured, ModeControl, Reason
 from saguaro.orchestrator.protocol import Report, Step
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
@@ -198,12 +198,12 @@ class RoundControl:
         prior = known[-1] if known else self._config.prior_after(name)
         return [*known, *[prior] * places][:places]
 
-    def _curve(self, accepted: bool) -> MissCurve:
+    def _curve(self, accepted: bool) -> Curve:
         """The fits of all situations, by what each rests on; the prior where there is none."""
         fits = [fit for fit in self.report.curves if fit.accepted == accepted]
         rounds = sum(fit.rounds for fit in fits)
         if not rounds:
-            return self._config.prior.curve
+            return self._config.prior.accepted if accepted else self._config.prior.rejected
         scale = sum(fit.scale * fit.rounds for fit in fits) / rounds
         exponent = sum(fit.exponent * fit.rounds for fit in fits) / rounds
         return MissCurve(scale, exponent)

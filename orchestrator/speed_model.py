@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saguaro.orchestrator import analysis
-from saguaro.orchestrator.fan_out_policy import MissCurve
+from saguaro.orchestrator.fan_out_policy import Curve
 from saguaro.orchestrator.types import Backup, Mode, Setting
 
 Time = Callable[[float], float]  # rows -> seconds
@@ -30,8 +30,8 @@ class Outlook:
     prepared: Sequence[float]  # acceptance of speculations that had been prepared
     backups: Mapping[Backup, Sequence[float]]  # and of those drafted after a miss
     in_turn: Mapping[Backup, Sequence[float]]  # and in `sd`, where every speculation is
-    rejected: MissCurve  # of the bonus token after a rejection
-    accepted: MissCurve  # after full acceptance
+    rejected: Curve  # of the bonus token after a rejection
+    accepted: Curve  # after full acceptance
     overhead: float = 0.0  # seconds that the speculator works in a round beside its steps
 
 

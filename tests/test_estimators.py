@@ -11,7 +11,15 @@ from harness import Pair
 from saguaro.orchestrator.analysis import geometric_fan_out
 from saguaro.orchestrator.config import FanOutConfig, SpeculationConfig
 from saguaro.orchestrator.estimators import Estimate, Estimators, GuessCurve, Prior, band
-from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, MissCurve, Situation, geometric, uniform
+from saguaro.orchestrator.fan_out_policy import (
+    AcceptedCurve,
+    FanOutPolicy,
+    Lists,
+    MissCurve,
+    Situation,
+    geometric,
+    uniform,
+)
 from saguaro.orchestrator.measured_fan_out import MeasuredFanOut
 from saguaro.orchestrator.types import Outcome, Rule, SamplingParams
 from saguaro.plugins.fan_out import FanOut
@@ -63,8 +71,8 @@ def test_the_miss_curve_is_fitted_through_ranks_seen_only_as_far_as_was_guessed(
     assert fit.points == 8
     assert (fit.curve.scale, fit.curve.exponent) == pytest.approx((0.45, 0.7), abs=0.04)
     assert fit.r_squared > 0.99
-    assert curve.hits(8, Prior().curve) == pytest.approx(CURVE.hits(8), abs=0.025)
-    assert curve.hits(64, Prior().curve) == pytest.approx(CURVE.hits(64), abs=0.04)  # the fit goes on where none was
+    assert curve.hits(8, Prior().rejected) == pytest.approx(CURVE.hits(8), abs=0.025)
+    assert curve.hits(64, Prior().rejected) == pytest.approx(CURVE.hits(64), abs=0.04)  # the fit goes on where none was
 
 
 def test_no_fit_without_data_and_the_prior_in_its_place() -> None:
@@ -78,7 +86,7 @@ def test_no_fit_without_data_and_the_prior_in_its_place() -> None:
 
 
 def test_acceptance_and_hit_rates_by_position() -> None:
-    estimate = Estimate(0.5, CURVE, decay=1.0)
+    estimate = Estimate(Prior(0.5, 0.5, CURVE), hit=True, decay=1.0)
     draw = random.Random(1)
     for _ in range(8000):
         accepted = 0
@@ -93,7 +101,7 @@ def test_acceptance_and_hit_rates_by_position() -> None:
 
 
 def test_what_is_old_is_forgotten() -> None:
-    estimate = Estimate(0.5, CURVE, decay=0.99)
+    estimate = Estimate(Prior(0.5, 0.5, CURVE), hit=True, decay=0.99)
     for accepted in [2] * 500 + [0] * 500:
         estimate.observe(2, Outcome(accepted, 0), FanOut((0, 0, 0)), None)
     assert estimate.acceptance(1)[0] < 0.06
@@ -126,9 +134,9 @@ def test_the_overall_hit_rate_follows_from_the_two() -> None:
 def test_lists_come_to_be_the_best_for_the_truth() -> None:
     """Acceptance 0.95 where 0.3 was assumed: the list moves from the front to the back."""
     estimators = Estimators(Prior(0.3, 0.3, CURVE))
-    policy = MeasuredFanOut(estimators, Lists(lambda budget, k: geometric(budget, k, 0.3, CURVE)))
+    policy = MeasuredFanOut(estimators, Lists(lambda budget, k: geometric(budget, k, 0.3, CURVE, CURVE)))
     used = play(policy, estimators, 3000, a=0.95, curve=CURVE)
-    assert used[0] == geometric(12, 3, 0.3, CURVE)
+    assert used[0] == geometric(12, 3, 0.3, CURVE, CURVE)
     assert used[-1].counts == pytest.approx(geometric_fan_out(12, 3, 0.95, 0.7), abs=1.5)
     assert 1 <= policy.changes <= 6
 
@@ -136,7 +144,7 @@ def test_lists_come_to_be_the_best_for_the_truth() -> None:
 def test_noise_does_not_change_lists() -> None:
     """What is assumed is the truth, and 3000 rounds never say otherwise strongly enough."""
     estimators = Estimators(Prior(0.8, 0.8, CURVE))
-    policy = MeasuredFanOut(estimators, Lists(lambda budget, k: geometric(budget, k, 0.8, CURVE)))
+    policy = MeasuredFanOut(estimators, Lists(lambda budget, k: geometric(budget, k, 0.8, CURVE, CURVE)))
     play(policy, estimators, 3000, a=0.8, curve=CURVE)
     assert policy.changes == 0
 
@@ -196,7 +204,17 @@ def test_every_policy_of_the_configuration() -> None:
     assert lists(counts=(1, 1, 1, 3), counts_after_miss=(4, 2, 1, 0)) == ((1, 1, 1, 3), (4, 2, 1, 0))
     assert lists(counts=(2,)) == ((2, 2, 2, 2), (2, 2, 2, 2))  # a short list is stretched, and the budget with it
     geometric_lists = lists(policy="geometric", acceptance=0.9, acceptance_after_miss=0.1)
-    assert geometric_lists[0][3] > geometric_lists[0][0]
-    assert geometric_lists[1][0] > geometric_lists[1][3]
+    assert geometric_lists == ((2, 2, 2, 2), (6, 2, 0, 0))
     assert lists() == lists(policy="geometric")  # `auto` starts there
     assert lists("random")[1] == (8, 0, 0, 0)  # nothing of a random speculation is accepted
+
+
+def test_after_full_acceptance_the_first_guess_is_the_next_draft_token() -> None:
+    """Right as often as any; if wrong it is as good as rejected. Against draws of just that."""
+    draw, curve = random.Random(2), AcceptedCurve(0.8, CURVE)
+    ranks = [0 if draw.random() < 0.8 else 1 + rank_of(draw.random(), CURVE) for _ in range(20_000)]
+    seen = [sum(rank < guesses for rank in ranks) / len(ranks) for guesses in range(6)]
+    assert curve.hits(5) == pytest.approx(seen, abs=0.01)
+    assert curve.hits(0) == (0.0,)
+    assert AcceptedCurve(1.0, CURVE).hits(2) == (0, 1, 1)
+    assert AcceptedCurve(0.0, CURVE).hits(3) == (0, *CURVE.hits(2))

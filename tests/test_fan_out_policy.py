@@ -50,7 +50,7 @@ def test_allocation_equals_brute_force_on_power_laws() -> None:
         for budget in range(13):
             for a, c, r in ((0.5, 0.9, 1.0), (0.8, 0.4, 0.6), (0.95, 1.0, 0.3), (0.0, 0.4, 1.0), (1.0, 0.4, 1.0)):
                 weights, hits = outcome_weights([a] * lookahead), [MissCurve(c, r).hits(budget)] * (lookahead + 1)
-                counts = geometric(budget, lookahead, a, MissCurve(c, r)).counts
+                counts = geometric(budget, lookahead, a, MissCurve(c, r), MissCurve(c, r)).counts
                 assert sum(counts) <= budget
                 assert hit_rate(counts, weights, hits) == pytest.approx(brute_force(budget, weights, hits), abs=1e-12)
 
@@ -69,7 +69,7 @@ def test_allocation_equals_brute_force_on_any_measured_curves(data: st.DataObjec
 
 def test_giving_each_guess_where_it_gains_most_is_not_optimal() -> None:
     """K=1, B=4, a=.5, c=.9, r=1: the first guess of a row gains less than its second."""
-    fan_out = geometric(4, 1, 0.5, MissCurve(0.9, 1.0))
+    fan_out = geometric(4, 1, 0.5, MissCurve(0.9, 1.0), MissCurve(0.9, 1.0))
     weights, hits = outcome_weights([0.5]), [MissCurve(0.9, 1.0).hits(4)] * 2
     assert fan_out.counts == (2, 2)
     assert predicted_hit_rate(fan_out, weights, hits) == pytest.approx(0.55)
@@ -81,7 +81,7 @@ def test_giving_each_guess_where_it_gains_most_is_not_optimal() -> None:
 
 def test_whole_numbers_follow_theorem_12_as_the_budget_grows() -> None:
     real = geometric_fan_out(400, 4, 0.8, 0.5)
-    assert geometric(400, 4, 0.8, MissCurve(0.4, 0.5)).counts == pytest.approx(real, abs=1.5)
+    assert geometric(400, 4, 0.8, MissCurve(0.4, 0.5), MissCurve(0.4, 0.5)).counts == pytest.approx(real, abs=1.5)
 
 
 def test_the_paper_s_curve_says_that_one_guess_never_hits() -> None:

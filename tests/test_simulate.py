@@ -18,9 +18,9 @@ PAIR = Pair(acceptance=0.8, draft_step=0.1)
 def test_a_prediction_is_theorem_7_over_its_own_figures() -> None:
     found = predict(PAIR, Setting(lookahead=4, budget=8))
     assert found.e_hit == pytest.approx(3.3616)
-    assert found.fan_out == (2, 1, 1, 1, 3)
-    # Σ w_k (1 - 0.4 F_k^-0.6)
-    assert found.p_hit == pytest.approx(0.2 * (1 - 0.4 * 2**-0.6) + 0.3904 * 0.6 + 0.4096 * (1 - 0.4 * 3**-0.6))
+    assert found.fan_out == (2, 2, 1, 1, 2)
+    # Σ w_k (1 - 0.4 F_k^-0.6), and after full acceptance 1 - (1 - 0.8) 0.4 (F_4 - 1)^-0.6
+    assert found.p_hit == pytest.approx(0.36 * (1 - 0.4 * 2**-0.6) + 0.2304 * 0.6 + 0.4096 * (1 - 0.2 * 0.4))
     assert found.t_p == pytest.approx(0.1 * (1 + 0.03 * 4) + 4 * 0.1 * (1 + 0.03 * 7))
     assert found.sd == pytest.approx(analysis.sd_speed_up(0.8, 4, 0.1))
     assert found.backup == "primary"

@@ -71,10 +71,9 @@ def of_one_rule(texts: list[dict]) -> list[dict]:
 
 def test_what_is_best_depends_on_the_clock(texts: list[dict]) -> None:
     texts = of_one_rule(texts)
-    free_rows = judge(texts, times(0.15))
-    assert tune.best([free_rows], KS, BUDGETS).budgets()[-1] >= 4
+    free_rows = tune.best([judge(texts, times(0.15))], KS, BUDGETS)
     costly_rows = tune.best([judge(texts, times(0.2, more_rows=2.0))], KS, BUDGETS)
-    assert costly_rows.budgets()[-1] <= 2
+    assert free_rows.budgets()[-1] > costly_rows.budgets()[-1]
     hopeless = judge(texts, times(30.0))
     assert tune.recommended([hopeless], tune.best([hopeless], KS, BUDGETS), KS).mode == "ar"
     slow_to_prepare = judge(texts, times(0.05, trunk=20.0))
