@@ -45,8 +45,8 @@ class ForwardOutput:
     logits: Tensor  # [L, vocab_size] float32 (float64 for a float64 engine)
 
 
-class Engine(Protocol):
-    """One model. Raises EngineError when it cannot run, CapacityError when the KV pool does not fit."""
+class Sizes(Protocol):
+    """What a request and a deployment have to fit."""
 
     @property
     def vocab_size(self) -> int:
@@ -65,8 +65,12 @@ class Engine(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the KV pool."""
+        """Blocks in the KV pool, which the running sequences share."""
         ...
+
+
+class Engine(Sizes, Protocol):
+    """One model. Raises EngineError when it cannot run, CapacityError when the KV pool does not fit."""
 
     @property
     def logit_tolerance(self) -> float:

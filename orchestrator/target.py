@@ -10,7 +10,7 @@ import torch
 from prometheus_client.core import Metric
 from torch import Tensor
 
-from saguaro.engines.base import Engine, causal_batch
+from saguaro.engines.base import Engine, Sizes, causal_batch
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.logprobs import token_logprobs
@@ -18,28 +18,8 @@ from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import Mode, Outcome, Rule, SamplingParams, Speculation
 
 
-class Target(Protocol):
+class Target(Sizes, Protocol):
     """The model that decides. Its KV pool is counted by the leader, wherever it lies."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids the tokenizer knows."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest context in tokens."""
-        ...
-
-    @property
-    def block_size(self) -> int:
-        """KV slots in a block."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks the running sequences may take between them."""
-        ...
 
     def admit(self, params: SamplingParams, mode: Mode) -> Mode:
         """The mode a request can run in, at most `mode`. Raises ConfigError naming what cannot be honoured."""
