@@ -37,6 +37,11 @@ class Levels:
     def _load(self) -> Iterable[Metric]:
         scheduler = self.scheduler
         yield GaugeMetricFamily("saguaro_requests_running", "Requests in the batch", len(scheduler.running))
+        yield GaugeMetricFamily(
+            "saguaro_requests_collapsed",
+            "Of these, requests that decode plainly because no draft token of theirs was accepted for long",
+            sum(sequence.prospects.collapsed for sequence in scheduler.running),
+        )
         yield GaugeMetricFamily("saguaro_requests_waiting", "Requests in the queue", scheduler.waiting)
         yield GaugeMetricFamily(
             "saguaro_queue_limit", "Requests that may wait: serving.max_queue", self.config.serving.max_queue

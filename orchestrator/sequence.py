@@ -8,6 +8,7 @@ from saguaro.errors import SaguaroError
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.grammar import GrammarState
 from saguaro.orchestrator.kv_blocks import BlockTable
+from saguaro.orchestrator.prospects import Prospects
 from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling, TokenLogprobs
 
 
@@ -46,6 +47,7 @@ class Sequence:
     draft_length: int = 0
     chunk_end: int | None = None  # where this round's part of a prompt ends; None: the round computes all there is
     outcome: Outcome | None = None  # of the last round, while the speculator's branches still stand for it
+    prospects: Prospects = field(default_factory=Prospects)  # of speculating for it
     deferred: bool = False  # it sat out the last round, while a speculation was drafted for it
     finish_reason: FinishReason | None = None
     error: SaguaroError | None = None  # why it cannot go on, with finish_reason "error"

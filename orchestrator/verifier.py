@@ -13,6 +13,7 @@ from saguaro.orchestrator import sampling
 from saguaro.orchestrator.draft_link import NO_ANSWER, DraftLink
 from saguaro.orchestrator.draft_links import DraftLinks
 from saguaro.orchestrator.metrics import Timeline
+from saguaro.orchestrator.prospects import FRUITLESS
 from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, GrammarRef, Report, Span, Step
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
 from saguaro.orchestrator.target import Target
@@ -130,6 +131,9 @@ class Verifier:
         lookahead = min(setting.lookahead, end - sequence.length - 1)
         budget = setting.budget
         columns = sequence.length + setting.lookahead * (1 + max(1, budget))
+        prospects = sequence.prospects
+        if prospects.plain and not prospects.returning:
+            return None
         if setting.mode == "ar" or lookahead < 1 or sequence.length + 2 * setting.lookahead > draft_model_len:
             return None
         if not sequence.draft_table.can_grow(columns):
@@ -147,7 +151,7 @@ class Verifier:
             start=sequence.draft_length,
             tokens=tuple(sequence.tokens[sequence.draft_length : stop]),
             outcome=sequence.outcome,
-            prefill=sequence.prefilling or not whole,
+            prefill=sequence.prefilling or not whole or prospects.returning,
             lookahead=lookahead,
             budget=budget if whole else 0,
             table=tuple(sequence.draft_table.blocks),
@@ -202,6 +206,12 @@ class Verifier:
             mode = self.setting.for_request(sequence.mode, sequence.lookahead).mode if asked else "ar"
             places = asked.lookahead if asked else 0
             sequence.rounds.append(RoundRecord(len(committed), hit, len(speculation.tokens), accepted, mode, places))
+            if sequence.prospects.observe(len(speculation.tokens), accepted):
+                _log.info(
+                    "request %d decodes plainly for now: none of its last %d speculations had a token accepted",
+                    sequence.id,
+                    FRUITLESS,
+                )
         sequence.target_length = sequence.chunk_end or sequence.length - 1
         if asked and asked.length == before and (asked.prefill or answer):
             # The speculator holds this very trunk, so its KV follows the outcome and its branches stand for it.

@@ -35,6 +35,7 @@ PURE_CORE = (
     "speed_model",
     "rates",
     "mode_control",
+    "prospects",
     "speculation_cache",
     "shards",
     "kv_blocks",

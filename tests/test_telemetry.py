@@ -267,7 +267,7 @@ def test_collapse_is_said_once_and_ends_with_some_distance(caplog: pytest.LogCap
 
 def test_a_draft_that_never_helps_sets_the_alarm_and_one_that_does_not_speculate_does_not() -> None:
     rig, plain = Rig(BACKWARDS, lookahead=1, budget=0), Rig(BACKWARDS)
-    rig.run((60, "ssd"), (60, "ssd"))
+    rig.run((60, "ssd"), (60, "ssd"), (60, "ssd"))
     plain.run((60, "ar"), (60, "ar"))
     assert rig["saguaro_acceptance_collapsed"] == 1
     assert plain["saguaro_acceptance_collapsed"] == 0
