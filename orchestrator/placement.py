@@ -15,7 +15,7 @@ from saguaro.engines.manifest import EngineName
 from saguaro.errors import LaunchError
 from saguaro.orchestrator.config import DraftConfig, ModelConfig
 from saguaro.orchestrator.nvml import Gpu, GpuNode
-from saguaro.orchestrator.plan import GroupPlan, RankPlan
+from saguaro.orchestrator.plan import GroupPlan, RankPlan, section_of
 
 _ON_GPUS: tuple[EngineName, ...] = ("trtllm", "tensorrt")  # wherever they are; pytorch where `devices` says so
 
@@ -71,7 +71,8 @@ def place(
     for role, demand in demands.items():
         if demand.model.cores is not None and not set(demand.model.cores) <= set(cores):
             raise LaunchError(
-                f"{role}.cores is {list(demand.model.cores)}, but this process may only use {sorted(cores)}"
+                f"{section_of(role)}.cores names {list(demand.model.cores)}{_for(role)}, but this process may only use "
+                f"{sorted(cores)}"
             )
         if role in devices:
             continue
@@ -160,20 +161,25 @@ def _by_hand(role: str, demand: Demand, node: GpuNode, usable: Sequence[Gpu]) ->
     devices = demand.devices or ()
     if len(devices) != demand.tp:
         raise LaunchError(
-            f"{role}.devices names {len(devices)} GPUs ({list(devices)}), but its engine has {demand.tp} shares (tp of "
-            f"the recipe): name {demand.tp}"
+            f"{section_of(role)}.devices names {len(devices)} GPUs ({list(devices)}){_for(role)}, but its engine has "
+            f"{demand.tp} shares (tp of the recipe): name {demand.tp}{' for each replica' if _for(role) else ''}"
         )
     for index in devices:
         gpu = node.gpu(index)
         if gpu is not None and gpu.mig:
-            raise LaunchError(f"{role}.devices names GPU {index}, which {_MIG}")
+            raise LaunchError(f"{section_of(role)}.devices names GPU {index}, which {_MIG}")
         if gpu not in usable:
             there = ", ".join(str(gpu.index) for gpu in usable) or "none"
             raise LaunchError(
-                f"{role}.devices names GPU {index}, which this process cannot use; it can use: {there}. Indexes are "
-                "those of nvidia-smi; look at CUDA_VISIBLE_DEVICES"
+                f"{section_of(role)}.devices names GPU {index}, which this process cannot use; it can use: {there}. "
+                "Indexes are those of nvidia-smi; look at CUDA_VISIBLE_DEVICES"
             )
     return devices
+
+
+def _for(role: str) -> str:
+    """Which replica gets these, where they are shared out."""
+    return "" if section_of(role) == role else f" for {role}"
 
 
 _MIG = "is cut into MIG instances: a rank needs a whole one (`nvidia-smi -i INDEX -mig 0`)"

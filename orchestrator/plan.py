@@ -85,6 +85,11 @@ def draft_roles(replicas: int) -> list[str]:
     return ["draft"] if replicas == 1 else [f"draft-{replica}" for replica in range(replicas)]
 
 
+def section_of(role: str) -> str:
+    """The section of the deployment that says what a group may use: one for all replicas of the draft."""
+    return role.partition("-")[0]
+
+
 def rendezvous(runtime: Path, role: str) -> Path:
     """Where the ranks of a group meet."""
     return runtime / f"{role}.meeting"

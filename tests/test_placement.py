@@ -140,6 +140,9 @@ def test_gpus_named_by_hand_are_taken_as_they_are() -> None:
     ):
         with pytest.raises(LaunchError, match=message):
             choose_gpus({"draft": demand("tensorrt", devices=devices)}, node, visible)
+    of_replicas = {f"draft-{replica}": demand("tensorrt", devices=(1, 2)) for replica in range(2)}
+    with pytest.raises(LaunchError, match=r"^draft.devices names 2 GPUs .* for draft-0, .*: name 1 for each replica"):
+        choose_gpus(of_replicas, node, None)
     with pytest.raises(LaunchError, match="GPU 1, which is cut into MIG instances"):
         choose_gpus({"draft": demand("tensorrt", devices=(1,))}, read_node(changed(hgx(), 1, mig=True)), None)
     for bad in ((), (1, 1), (-1,)):
@@ -212,7 +215,7 @@ def test_cores_by_hand_and_where_there_are_too_few() -> None:
     assert {cores for plan in plans.values() for _, cores in seats(plan)} == {(0, 1)}
     far = place(pair(1), (20, 21, 22), read_node(hgx()))  # none of them near a GPU
     assert [cores for plan in far.values() for _, cores in seats(plan)] == [(20,), (21,), (22,)]
-    with pytest.raises(LaunchError, match=r"target.cores is \[99\]"):
+    with pytest.raises(LaunchError, match=r"target.cores names \[99\], but"):
         place({"target": demand("pytorch", cores=(99,))}, range(4))
 
 
