@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from saguaro.llm import LLM, Result
     from saguaro.orchestrator.metrics import RequestStats
     from saguaro.orchestrator.prompts import Prompt
-    from saguaro.orchestrator.types import Mode, SamplingParams
+    from saguaro.orchestrator.types import Mode, SamplingParams, Setting
 
 _log = logging.getLogger("saguaro")
 
@@ -273,30 +273,63 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, order: dict[str, Any]) -> None:
-    """The same prompt in ar, sd and ssd on one running deployment."""
+    """The same prompt in ar, sd and ssd, on one running deployment.
+
+    Where that decides something by itself, it is run as it is first; then it makes way for deployments in which the
+    best values it has found for `sd` and `ssd` are fixed.
+    """
     modes: tuple[Mode, ...] = ("ar", "sd", "ssd")
-    results = {mode: llm.generate(prompt, params, mode=mode, **order)[0] for mode in modes}
+    fixed: dict[Mode, Setting] = {}
+    results: dict[str, Result] = {}
+    if llm.config.speculation.adaptive:
+        fixed, results = _compare_fixed(llm, prompt, params, order)
+    else:
+        results = {mode: llm.generate(prompt, params, mode=mode, **order)[0] for mode in modes}
     agree = len({tuple(result.token_ids) for result in results.values()}) == 1
     if as_json:
-        print(json.dumps({"agree": agree, "runs": [_as_json(result) for result in results.values()]}))
+        settings = {mode: asdict(setting) for mode, setting in fixed.items()}
+        runs = [{"run": name, **_as_json(result)} for name, result in results.items()]
+        print(json.dumps({"agree": agree, "runs": runs, "fixed": settings}))
         return
-    print(results["ssd"].text, end="\n\n")
+    print(results["ar"].text, end="\n\n")
     baseline = results["ar"].stats.tokens_per_second
-    for mode, result in results.items():
+    for name, result in results.items():
         speed = result.stats.tokens_per_second
         factor = f"{speed / baseline:5.2f} x ar" if speed and baseline else ""
-        print(f"{mode:4} {factor:11} {_line(result.stats)}")
+        print(f"{name:4} {factor:11} {_line(result.stats)}")
+    for mode, setting in fixed.items():
+        branches = f", {setting.budget} branches" if setting.mode == "ssd" else ""
+        print(f"{mode} was fixed at lookahead {setting.lookahead}{branches}, backup {setting.backup}.")
     if agree:
-        print("The three texts agree, token for token.")
+        print(f"The {len(results)} texts agree, token for token.")
         return
     plain = results["ar"]
-    for mode in ("sd", "ssd"):
-        pairs = zip(plain.token_ids, results[mode].token_ids)
+    for name in results:
+        pairs = zip(plain.token_ids, results[name].token_ids)
         index = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
         if index is not None:
-            tie = index in (*plain.stats.near_ties, *results[mode].stats.near_ties)
+            tie = index in (*plain.stats.near_ties, *results[name].stats.near_ties)
             reason = "a near-tie of the target's two best tokens" if tie else "not a near-tie: please report this"
-            print(f"ar and {mode} part at token {index}, {reason}.")
+            print(f"ar and {name} part at token {index}, {reason}.")
+
+
+def _compare_fixed(
+    llm: LLM, prompt: Prompt, params: SamplingParams, order: dict[str, Any]
+) -> tuple[dict[Mode, Setting], dict[str, Result]]:
+    """What was fixed for sd and ssd, and the results, with the deployment's own as `auto`. `llm` is closed."""
+    from saguaro.llm import LLM
+
+    results: dict[str, Result] = {}
+    for _ in range(2):  # once to measure
+        results["auto"] = llm.generate(prompt, params, **order)[0]
+    best = {setting.mode: setting for setting in llm.settings() if setting.mode != "ar"}
+    llm.close()
+    for mode, setting in best.items():
+        with LLM(llm.config.fixed(setting), store=llm.store) as alone:
+            names: list[Mode] = [mode] if "ar" in results else ["ar", mode]
+            for each in names:
+                results[each] = alone.generate(prompt, params, mode=each, **order)[0]
+    return best, {name: results[name] for name in ("auto", "ar", *best)}
 
 
 def _llm(arguments: argparse.Namespace) -> LLM:
@@ -449,7 +482,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; with --json a list of as many")
     generate.add_argument("--priority", type=int, default=0, metavar="N", help="lower goes first (default 0)")
     generate.add_argument("--timeout", type=float, metavar="S", help="end after this many seconds with what there is")
-    generate.add_argument("--compare", action="store_true", help="the same prompt in ar, sd and ssd, and do they agree")
+    generate.add_argument(
+        "--compare",
+        action="store_true",
+        help="the same prompt in ar, sd and ssd (with `auto`: beside it), and do they agree",
+    )
 
     command("chat", _chat, "talk to the model in the terminal", "saguaro chat --temperature 0.7", decoding)
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from saguaro.errors import ConfigError
-from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
+from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, find_deployment, read_deployment
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.launch import Launcher
 from saguaro.orchestrator.loop_thread import LoopThread
@@ -26,7 +26,7 @@ from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.prompts import Prompt, encode_prompt, load_tokenizer
 from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.service_protocol import Status
-from saguaro.orchestrator.types import Auto, FinishReason, Mode, SamplingParams, TokenLogprobs
+from saguaro.orchestrator.types import Auto, FinishReason, Mode, SamplingParams, Setting, TokenLogprobs
 
 if TYPE_CHECKING:
     from saguaro.build.recipe import Recipe
@@ -78,7 +78,8 @@ class LLM:
         else:
             path = find_deployment(deployment)
             config = read_deployment(path)
-        config = _with_overrides(config, mode, lookahead)
+        config = self.config = anchored(_with_overrides(config, mode, lookahead), path)
+        self.store = store
         target, draft = build_engines(config, path, store)
         self._tokenizer = load_tokenizer(target)
         self._launcher = Launcher(config, target, draft)
@@ -110,6 +111,10 @@ class LLM:
     def metrics(self) -> str:
         """The service's metrics in Prometheus' text format; docs/metrics.md says what they mean."""
         return self._loop.run(self._launcher.client.metrics())
+
+    def settings(self) -> list[Setting]:
+        """The best setting of each mode for one sequence, by what has been measured so far."""
+        return self._loop.run(self._launcher.client.settings())
 
     def generate(
         self,
@@ -218,6 +223,17 @@ def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> t
 
     engines = {role: build(recipe, store or default_store()) for role, recipe in find_recipes(config, path).items()}
     return engines["target"], engines.get("draft")
+
+
+def anchored(config: DeploymentConfig, path: Path) -> DeploymentConfig:
+    """With the full paths of recipes that lie beside the deployment's file, so that it can do without that."""
+
+    def recipe(part: ModelConfig) -> str:
+        beside = path.parent / part.recipe
+        return str(beside.resolve()) if beside.is_file() else part.recipe
+
+    draft = replace(config.draft, recipe=recipe(config.draft)) if config.draft else None
+    return replace(config, target=replace(config.target, recipe=recipe(config.target)), draft=draft)
 
 
 def find_recipes(config: DeploymentConfig, path: Path) -> dict[str, Recipe]:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from saguaro.bench.replay import Figures, Played, Replay, Scored, Text, answer_logits, score
+from saguaro.bench.tune_batches import Predicted, predictions
 from saguaro.engines.base import Engine, causal_batch
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
@@ -116,6 +117,7 @@ class Sweeps:
     rules: list[Choice]
     cache_aware: list[Choice]
     backups: list[Choice]
+    batches: list[Predicted]  # and replicas: never run
 
 
 # What is measured
@@ -407,6 +409,8 @@ def sweeps(
             for policy in ("geometric", "auto"):
                 yield judge.judge(fan_out(chosen, budget=b, policy=policy), even)
 
+    by_ngram = judge.judge(replace(chosen, backup="ngram", mode="ssd"))
+    of_ngram = max(0.0, (by_ngram.e_miss or 1.0) - 1)  # of tokens a / (1 - a), for speculations without an end
     ratio = replace(chosen, rule="ratio", cache_aware=1.0)
     with_rules = temperature > 0 and "ratio" in judge.scored[0]
     backups: tuple[Backup, ...] = ("primary", *TEXT_BACKUPS)
@@ -426,6 +430,9 @@ def sweeps(
         else [],
         cache_aware=[judge.judge(replace(ratio, cache_aware=c), ratio) for c in SCALES] if with_rules else [],
         backups=[judge.judge(replace(chosen, backup=name)) for name in backups],
+        batches=predictions(
+            judge.times, found, judge.base, of_ngram / (1 + of_ngram), lookaheads, [b for b in budgets if b]
+        ),
     )
 
 

@@ -26,11 +26,10 @@ from saguaro.bench.tune_report import Run, check_figure, plot, tables
 from saguaro.engines import load_engine
 from saguaro.engines.manifest import Manifest
 from saguaro.errors import ConfigError
-from saguaro.llm import LLM, build_engines
+from saguaro.llm import LLM, anchored, build_engines
 from saguaro.orchestrator.config import (
     DeploymentConfig,
     FanOutConfig,
-    ModelConfig,
     SpeculationConfig,
     find_deployment,
     read_deployment,
@@ -108,7 +107,7 @@ def run(
             tune.check_ranks(name, Manifest.load(directory).tp)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        result = _measure(_anchored(config, path), target, draft or target, store, plan, _Bar(progress))
+        result = _measure(anchored(config, path), target, draft or target, store, plan, _Bar(progress))
     section = section_of(result["speculation"])
     if plot_file is not None:
         plot(result["sweeps"], result["times"], plot_file)
@@ -172,17 +171,6 @@ def _measure(
         "speculation": speculation,
         "confirmed": confirmed,
     }
-
-
-def _anchored(config: DeploymentConfig, path: Path) -> DeploymentConfig:
-    """With the full paths of recipes that lie beside the deployment's file."""
-
-    def recipe(part: ModelConfig) -> str:
-        beside = path.parent / part.recipe
-        return str(beside) if beside.is_file() else part.recipe
-
-    draft = replace(config.draft, recipe=recipe(config.draft)) if config.draft else None
-    return replace(config, target=replace(config.target, recipe=recipe(config.target)), draft=draft)
 
 
 def _answers(llm: LLM, plan: TunePlan, wave: int, deadline: float, bar: _Bar) -> list[list[Text]]:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from saguaro.bench.tune import Choice, Curve, Estimate, Sweeps, Times
+from saguaro.bench.tune_batches import BACKUPS
 from saguaro.errors import ConfigError
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.types import MODES, Mode
@@ -34,6 +35,7 @@ def tables(sweeps: Sequence[Sweeps], times: Times, runs: Sequence[Run]) -> Itera
     for sweep in sweeps:
         yield _curves_table(sweep)
         yield _choices_table(sweep)
+        yield _batches_table(sweep)
     yield _runs_table(runs)
 
 
@@ -80,6 +82,27 @@ def _choices_table(sweep: Sweeps) -> Table:
         for choice in choices:
             fastest = choice is max(choices, key=lambda c: c.speed)
             table.add_row(("*" if fastest else " ") + name.replace("cache_aware", "C"), *_cells(choice))
+    return table
+
+
+def _batches_table(sweep: Sweeps) -> Table:
+    heads = ("batch", "drafts", "mode", "K", "budget", "backup", "x ar", "T_p", *(f"ssd, {name}" for name in BACKUPS))
+    note = "x ar: over plain decoding of the same batch; of more rows than were measured by a line through those"
+    table = _table(f"Temperature {sweep.temperature:g}: larger batches, more drafts. Predicted, not run", heads, note)
+    for predicted in sweep.batches:
+        if predicted.batch == min(p.batch for p in sweep.batches):
+            table.add_section()
+        setting = predicted.setting
+        ssd = setting.mode == "ssd"
+        table.add_row(
+            *(str(predicted.batch), str(predicted.replicas), setting.mode),
+            str(setting.lookahead) if setting.mode != "ar" else "",
+            str(setting.budget) if ssd else "",
+            setting.backup if setting.mode != "ar" else "",
+            f"{predicted.speed:.2f}",
+            f"{predicted.t_p:.2f}" if ssd else "",
+            *(f"{predicted.backups[name]:.2f}" for name in BACKUPS),
+        )
     return table
 
 

@@ -31,8 +31,10 @@ from saguaro.orchestrator.service_protocol import (
     Event,
     Failed,
     GetMetrics,
+    GetSettings,
     GetStatus,
     Metrics,
+    Settings,
     Shutdown,
     Status,
     Submit,
@@ -40,7 +42,7 @@ from saguaro.orchestrator.service_protocol import (
     decode_event,
     encode,
 )
-from saguaro.orchestrator.types import Mode, SamplingParams
+from saguaro.orchestrator.types import Mode, SamplingParams, Setting
 
 _POLL = 0.1  # seconds between two looks at whether the service's processes are there
 _NO_TIME = 1e-9  # seconds; a request whose time is over still gets its end from the service
@@ -89,6 +91,7 @@ class Client:
         self._requests: dict[int, _Request] = {}
         self._statuses: deque[asyncio.Future[Status]] = deque()
         self._metrics: deque[asyncio.Future[str]] = deque()
+        self._settings: deque[asyncio.Future[list[Setting]]] = deque()
         self._epoch: int | None = None  # of the service the requests were submitted to
         self._failure: Exception | None = None  # why nothing can be received any more
         self._context = zmq.asyncio.Context()
@@ -143,6 +146,13 @@ class Client:
         """The service's metrics in Prometheus' text format. Raises LinkError when it does not answer in time."""
         return await self._ask(GetMetrics(), self._metrics, timeout)
 
+    async def settings(self, timeout: float = 30.0) -> list[Setting]:
+        """The best setting of each mode for one sequence, by what the service has measured so far.
+
+        Raises LinkError when it does not answer in time.
+        """
+        return await self._ask(GetSettings(), self._settings, timeout)
+
     async def drain(self, *, end: bool = False) -> None:
         """Ask the service to take no new requests; with `end`, to end those it has with a DrainingError."""
         await self._send(Drain(end))
@@ -190,7 +200,7 @@ class Client:
                     continue
                 self._check()
                 now = time.monotonic()
-                busy = self._requests or self._statuses or self._metrics
+                busy = self._requests or self._statuses or self._metrics or self._settings
                 if not busy:
                     heard = now
                 elif now - heard > self._patience:
@@ -198,20 +208,24 @@ class Client:
                 elif now - asked > _SILENCE:
                     asked = now
                     await self._send(GetStatus())
-                    if self._metrics:  # asked of a service that has died meanwhile
-                        await self._send(GetMetrics())
+                    for waiting, question in ((self._metrics, GetMetrics()), (self._settings, GetSettings())):
+                        if waiting:  # asked of a service that has died meanwhile
+                            await self._send(question)
         except (errors.SaguaroError, zmq.ZMQError) as error:
             self._failure = error
             for request in self._requests.values():
                 request.events.put_nowait(error)
-            waiting: list[asyncio.Future[Any]] = [*self._statuses, *self._metrics]
-            for answer in waiting:
+            unanswered: list[asyncio.Future[Any]] = [*self._statuses, *self._metrics, *self._settings]
+            for answer in unanswered:
                 if not answer.done():
                     answer.set_exception(error)
 
     async def _sort(self, event: Event) -> None:
         if isinstance(event, Metrics):
             _answer(self._metrics, event.text)
+            return
+        if isinstance(event, Settings):
+            _answer(self._settings, event.best)
             return
         if isinstance(event, Status):
             _answer(self._statuses, event)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from saguaro.orchestrator.estimators import Estimators, Prior
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Lists, MissCurve
 from saguaro.orchestrator.measured_fan_out import MeasuredFanOut
 from saguaro.orchestrator.presets import Preset, filled_in
-from saguaro.orchestrator.types import TEXT_BACKUPS, Auto, Backup, Mode, Rule, TextBackup
+from saguaro.orchestrator.types import TEXT_BACKUPS, Auto, Backup, Mode, Rule, Setting, TextBackup
 from saguaro.plugins.fan_out import FanOut
 
 MAX_LOOKAHEAD = 32
@@ -22,7 +23,7 @@ MAX_BUDGET = 512
 MAX_REPLICAS = 64
 _AUTO_LOOKAHEADS = tuple(range(1, 17))
 _AUTO_BUDGETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
-_AUTO_BACKUPS: tuple[Backup, ...] = ("primary", "suffix", "ngram", "none")
+_AUTO_BACKUPS: tuple[Backup, ...] = ("primary", "defer", "suffix", "ngram", "none")
 
 
 def _check(valid: bool, key: str, value: object, limit: str) -> None:
@@ -126,6 +127,14 @@ class FanOutConfig:
         _check(0 < self.miss_scale <= 1, "miss_scale", self.miss_scale, "above 0 and at most 1")
         _check(0 < self.miss_exponent <= 10, "miss_exponent", self.miss_exponent, "above 0 and at most 10")
 
+    @property
+    def written(self) -> Callable[[int, bool], FanOut] | None:
+        """The hand-written list by lookahead, after a hit or not; None without one."""
+        if self.counts is None:
+            return None
+        lists = {True: self.counts, False: self.counts_after_miss or self.counts}
+        return lambda lookahead, hit: fan_out_policy.fixed(lists[hit], lookahead)
+
 
 @dataclass(frozen=True)
 class SpeculationConfig:
@@ -144,8 +153,14 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         fits = self.lookahead == "auto" or 1 <= self.lookahead <= MAX_LOOKAHEAD
         _check(fits, "lookahead", self.lookahead, f"`auto`, or between 1 and {MAX_LOOKAHEAD}")
-        written = self.fan_out.counts is not None
-        _check(self.lookahead != "auto" or not written, "lookahead", self.lookahead, "a number beside `fan_out.counts`")
+        # A longer speculation repeats F_0 in front, which is the same list only if that is 0.
+        written = (*(self.fan_out.counts or ())[:1], *(self.fan_out.counts_after_miss or ())[:1])
+        _check(
+            self.lookahead != "auto" or not any(written),
+            "lookahead",
+            self.lookahead,
+            "a number beside `fan_out.counts`, unless that begins with 0",
+        )
         _check(0 <= self.min_confidence < 1, "min_confidence", self.min_confidence, "0 (off) or below 1")
         _check(1 <= self.width <= 1024, "width", self.width, "between 1 and 1024")
         _check(0 < self.cache_aware <= 1, "cache_aware", self.cache_aware, "above 0 and at most 1 (off)")
@@ -170,14 +185,20 @@ class SpeculationConfig:
     def max_lookahead(self) -> int:
         return max(self.lookaheads)
 
-    def budgets(self, most: int = MAX_BUDGET) -> tuple[int, ...]:
-        """The branches ΣF_k that may be prepared for one sequence, in rising order; `auto` takes `most` at most."""
+    def budgets(self, most: int = MAX_BUDGET, present: int = 1, replicas: int = 1) -> tuple[int, ...]:
+        """The branches ΣF_k that may be prepared for one sequence, in rising order, while `present` replicas are there.
+
+        `auto` takes `most` at most. A number is what all of them prepare: while some are away the others do no more
+        than before. Nor is a hand-written list cut.
+        """
         lists = [counts for counts in (self.fan_out.counts, self.fan_out.counts_after_miss) if counts]
         if lists:
             return (max(fan_out_policy.fixed(counts, self.max_lookahead).branches for counts in lists),)
         if self.fan_out.budget == "auto":
-            return tuple(budget for budget in _AUTO_BUDGETS if budget <= max(1, most))
-        return (self.fan_out.budget,)
+            budgets = {*_AUTO_BUDGETS, *(present * budget for budget in _AUTO_BUDGETS)}
+            return tuple(sorted(budget for budget in budgets if budget <= min(max(1, most), MAX_BUDGET)))
+        budget = self.fan_out.budget
+        return (max(1, budget * present // replicas) if budget else 0,)
 
     @property
     def backups(self) -> tuple[Backup, ...]:
@@ -275,9 +296,24 @@ class DeploymentConfig:
         """Of the draft, as many as are to run."""
         return self.draft.replicas if self.draft and self.speculation.mode != "ar" else 0
 
+    def fixed(self, setting: Setting) -> DeploymentConfig:
+        """With this setting, and nothing left to be chosen."""
+        fan_out = self.speculation.fan_out
+        if fan_out.budget == "auto":
+            fan_out = replace(fan_out, budget=setting.budget)
+        chosen = replace(
+            self.speculation,
+            preset=None,
+            mode=setting.mode,
+            lookahead=setting.lookahead,
+            fan_out=fan_out,
+            backup=setting.backup,
+        )
+        return replace(self, speculation=chosen)
+
     @property
     def max_budget(self) -> int:
-        """The most branches `budget: auto` prepares for a sequence: half of the draft's KV pool holds those of all."""
+        """The most branches of a sequence at a replica with `budget: auto`: half of its KV pool holds those of all."""
         if self.draft is None:
             return 0
         return self.draft.kv_tokens // (2 * self.serving.max_sequences * self.speculation.max_lookahead)

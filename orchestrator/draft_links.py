@@ -1,8 +1,8 @@
 """The replicas of the draft as one: what the verifier asks, and who of them has to know what of it.
 
 Every replica holds the whole draft model and the KV of every sequence, in the same blocks, and prepares its share of
-the outcomes (`shards`). A round goes to all of them, their answers are joined, and what is verified is told to all, so
-that each can work ahead from it. A single one knows that by itself and is told nothing.
+the outcomes among those that are there (`shards`). A round goes to all of them, their answers are joined, and what is
+verified is told to all, so that each can work ahead from it. A single one knows that by itself and is told nothing.
 
 A replica that has missed a round the others had, because it was away or late, lacks KV that they have. All of them then
 start anew from the tokens: rare, and simpler than to know of each block who holds it.
@@ -11,7 +11,7 @@ start anew from the tokens: rare, and simpler than to know of each block who hol
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from saguaro.orchestrator.draft_link import DraftLink, LinkCounts
@@ -59,15 +59,22 @@ class DraftLinks:
         return [past.plus(link.counts) if link else past for past, link in zip(self._past, self._links, strict=True)]
 
     @property
-    def hello(self) -> Hello | None:
-        """Of one that is ready; None: nobody can be asked."""
-        return next((link.hello for _, link in self._ready()), None)
+    def present(self) -> dict[int, Hello]:
+        """What those are that can be asked, by replica."""
+        links = {i: link for i, link in enumerate(self._links) if link and i in self._together and link.ready}
+        return {replica: link.hello for replica, link in links.items()}
 
-    def ask(self, rows: Sequence[DraftRow], others: bool = False, backup: Backup | None = None) -> bool:
-        """Send a round, in which `others` are verified too. False when nobody is there to answer."""
-        ready = self._ready()
-        present = tuple(replica for replica, _ in ready)
-        self._asked = [(replica, link) for replica, link in ready if link.ask(rows, others, present, backup)]
+    def ask(
+        self,
+        rows: Sequence[DraftRow],
+        present: Collection[int] = (0,),
+        others: bool = False,
+        backup: Backup | None = None,
+    ) -> bool:
+        """Send a round to those `present`, in which `others` are verified too. False when nobody is there to answer."""
+        asked = [(replica, link) for replica in present if (link := self._links[replica])]
+        told = tuple(present)
+        self._asked = [(replica, link) for replica, link in asked if link.ask(rows, others, told, backup)]
         self._rows = rows
         if self._asked:
             self._together = {replica for replica, _ in self._asked}
@@ -96,8 +103,8 @@ class DraftLinks:
             tuple(rows.values()),
             spans,
             sum(answer.branches for answer in answers.values()),
-            # Each has a share of the branches, and all see the same outcomes: one stands for all.
-            next((answer.steps for answer in answers.values() if answer.steps), ()),
+            tuple(replace(step, replica=replica) for replica, given in answers.items() for step in given.steps),
+            # All see the same outcomes: one stands for all.
             next((answer.report for answer in answers.values() if answer.report), None),
         )
 
@@ -105,6 +112,3 @@ class DraftLinks:
         for link in self._links:
             if link:
                 link.close()
-
-    def _ready(self) -> list[tuple[int, DraftLink]]:
-        return [(i, link) for i, link in enumerate(self._links) if link and i in self._together and link.ready]

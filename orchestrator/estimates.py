@@ -106,7 +106,7 @@ class Estimates:
         yield times
         for name, text, value in (
             ("verify", "verification", costs.verify),
-            ("draft", "draft step", costs.draft),
+            ("draft", "draft step", costs.slowest.draft),
         ):
             family = GaugeMetricFamily(
                 f"saguaro_estimated_{name}_seconds",

@@ -16,11 +16,24 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "sd": {"mode": "sd", "backup": "primary"},
         # A round without a speculation decodes one token while the draft continues its own guess of it: pre-verify.
-        "pearl": {"mode": "ssd", "fan_out": _ALL_ACCEPTED, "backup": "none"},
-        "amusd": {"mode": "ssd", "fan_out": _ALL_ACCEPTED, "backup": "primary"},
-        "specbranch": {"mode": "ssd", "fan_out": {"counts": [0, 4]}, "backup": "primary"},
+        "pearl": {"mode": "ssd", "lookahead": "auto", "fan_out": _ALL_ACCEPTED, "backup": "none"},
+        "amusd": {"mode": "ssd", "lookahead": "auto", "fan_out": _ALL_ACCEPTED, "backup": "primary"},
+        # The branch point is where the draft becomes unsure: there the speculation ends.
+        "specbranch": {
+            "mode": "ssd",
+            "lookahead": "auto",
+            "min_confidence": 0.4,
+            "fan_out": {"counts": [0, 4]},
+            "backup": "primary",
+        },
         # A draft of width 1 proposes its likeliest token at any temperature.
-        "swiftspec": {"mode": "ssd", "fan_out": {"policy": "geometric", "budget": 8}, "backup": "primary", "width": 1},
+        "swiftspec": {
+            "mode": "ssd",
+            "lookahead": "auto",
+            "fan_out": {"policy": "geometric", "budget": 8},
+            "backup": "primary",
+            "width": 1,
+        },
         "prompt-lookup": {"mode": "sd", "backup": "ngram"},
         "suffix": {"mode": "sd", "backup": "suffix"},
     }

@@ -37,6 +37,7 @@ class Step:
     rows: int
     nanoseconds: int
     trunk: bool = False  # a causal forward over trunks, from which outcomes are guessed
+    replica: int = 0  # of the draft, whose it is
 
 
 @dataclass(frozen=True)

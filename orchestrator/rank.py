@@ -127,7 +127,6 @@ def run_draft(
             others=backups,
             shadows=Shadows(text, drafter.memory) if speculation.backup == "auto" else None,
             timeline=timeline,
-            defer=speculation.backup == "defer",
             estimators=estimators,
             replica=plan.drafts.index(role),
             replicas=len(plan.drafts),

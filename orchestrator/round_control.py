@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 from saguaro.orchestrator.analysis import overall_hit_rate
 from saguaro.orchestrator.collapse_alarm import CollapseAlarm
@@ -34,9 +35,11 @@ _WHY: dict[Reason, str] = {
 
 
 class RoundControl:
-    """`max_budget`: branches of a sequence that the draft's pool has room for."""
+    """`max_budget`: branches of a sequence that the pool of one of the draft's `replicas` has room for."""
 
-    def __init__(self, config: SpeculationConfig, *, max_budget: int, verify_steps: Rows[Step] = ()) -> None:
+    def __init__(
+        self, config: SpeculationConfig, *, max_budget: int, replicas: int = 1, verify_steps: Rows[Step] = ()
+    ) -> None:
         self.costs = Costs()
         self.costs.verify.observe_steps(verify_steps)
         self.alarm = CollapseAlarm()
@@ -44,8 +47,10 @@ class RoundControl:
         self.changes: Counter[tuple[Mode, Mode, Reason]] = Counter()
         self._why = "as configured"
         self._config = config
-        self._choices = Choices(config.lookaheads, config.budgets(max_budget), config.backups)
-        self._planner = Planner(self._choices)
+        self._max_budget = max_budget
+        self._replicas = replicas
+        self._present: set[int] = set()  # replicas of the draft
+        self._plan_anew()
         modes = MODES[: MODES.index(config.limit) + 1]
         auto = config.mode == "auto"
         self._started = False  # until the first draft has connected nothing has run that could change
@@ -93,20 +98,24 @@ class RoundControl:
         if record.mode == before.mode == "ssd" and before.hit is not None:
             self._lookups[before.hit].add(1, 0 if record.hit else None)
         made = "sd" if record.mode == "sd" else "hit" if record.hit else "miss"
-        if made != "hit" and self._latest.backup != self._choices.backups[0]:
+        if made != "hit" and _drafting(self._latest.backup) != _drafting(self._choices.backups[0]):
             return  # what others draft is judged by the speculator's report
         # Only places that were decided count: what else had been drafted must not matter.
         self._accepted[made].add_each(min(record.accepted + 1, record.asked), range(record.accepted))
 
-    def draft(self, there: bool, steps: Rows[Step] = ()) -> None:
+    def draft(self, there: bool, steps: Rows[Step] = (), replica: int = 0) -> None:
         """A speculator has connected, with what it measured of its model, or is gone."""
-        self.costs.observe_draft(steps, calibrating=True)
+        self.costs.observe_draft([replace(step, replica=replica) for step in steps], calibrating=True)
+        if there != (replica in self._present):
+            self._present ^= {replica}
+            self.costs.present = self._present
+            self._plan_anew()
         if there and not self._started and self._config.mode == "auto":
             outlook = self._outlook()
             fastest = max(MODES[::-1], key=lambda mode: best(outlook, self._choices, mode, 1).tokens_per_second)
             self._modes.start(fastest)
             self._why = "predicted to be the fastest"
-        self._modes.draft(there)
+        self._modes.draft(bool(self._present))
         self._started |= there
 
     # For whoever wants to know
@@ -136,6 +145,11 @@ class RoundControl:
         """Probes of each mode so far."""
         return self._modes.probes
 
+    def best_settings(self) -> list[Setting]:
+        """Of each mode that may run, for one sequence, by what is measured so far."""
+        outlook = self._outlook()
+        return [best(outlook, self._choices, mode, 1).setting for mode in MODES[: MODES.index(self._config.limit) + 1]]
+
     def rates(self) -> dict[tuple[int, Mode], float]:
         """Measured tokens per second of a sequence, by largest batch of the band and mode."""
         return self._modes.rates()
@@ -160,6 +174,14 @@ class RoundControl:
 
     # Inside
 
+    def _plan_anew(self) -> None:
+        """With the replicas that are there; before the first one has come and after the last one is gone, all."""
+        config, present = self._config, len(self._present) or self._replicas
+        # What one replica has to prepare at most (`shards.largest`) has to fit into its pool.
+        most = max(self._max_budget, present * self._max_budget - (present - 1) * (config.max_lookahead + 1))
+        self._choices = Choices(config.lookaheads, config.budgets(most, present, self._replicas), config.backups)
+        self._planner = Planner(self._choices)
+
     def _outlook(self) -> Outlook:
         places = max(self._choices.lookaheads)
         pooled = self._pooled(places)
@@ -168,14 +190,17 @@ class RoundControl:
         backups: dict[Backup, Rows[float]] = {}
         in_turn: dict[Backup, Rows[float]] = {}
         for name in self._choices.backups:
-            drafted = name == "primary" or len(self._choices.backups) == 1  # its own figures are measured
+            drafted = _drafting(name) == "primary" or len(self._choices.backups) == 1  # its own figures are measured
             backups[name] = of["miss"] if drafted else self._of_text(name, places)
             in_turn[name] = of["sd"] if drafted else backups[name]
+        pace = self.costs.slowest
         return Outlook(
             verify=self.costs.verify,
-            draft=self.costs.draft,
-            trunk=self.costs.trunk,
-            overhead=self.costs.overhead,
+            draft=pace.draft,
+            trunk=pace.trunk,
+            overhead=pace.overhead,
+            written=self._config.fan_out.written,
+            replicas=len(self._present) or self._replicas,
             prepared=of["hit"],
             backups=backups,
             in_turn=in_turn,
@@ -234,3 +259,8 @@ class RoundControl:
             self._why,
             figures,
         )
+
+
+def _drafting(backup: Backup) -> Backup:
+    """What drafts: `defer` says only when."""
+    return "primary" if backup == "defer" else backup

@@ -37,8 +37,10 @@ from saguaro.orchestrator.service_protocol import (
     Event,
     Failed,
     GetMetrics,
+    GetSettings,
     GetStatus,
     Metrics,
+    Settings,
     Shutdown,
     Status,
     Submit,
@@ -112,7 +114,12 @@ class Service:
             max_batch_tokens=serving.max_batch_tokens,
             max_queue=serving.max_queue,
         )
-        self._control = RoundControl(config.speculation, max_budget=config.max_budget, verify_steps=verify_steps)
+        self._control = RoundControl(
+            config.speculation,
+            max_budget=config.max_budget,
+            replicas=max(1, config.replicas),
+            verify_steps=verify_steps,
+        )
         self._verifier = Verifier(
             target,
             self._control.latest,
@@ -239,14 +246,16 @@ class Service:
     def _take_links(self) -> None:
         arrived = self._links()
         if arrived is not None:
+            replica, link = arrived
             self._telemetry.draft_connected()
-            self._verifier.link.put(*arrived)
-            self._control.draft(True, arrived[1].hello.steps)
+            self._verifier.link.put(replica, link)
+            self._control.draft(True, link.hello.steps, replica)
             _log.info("a draft is connected")
         if self._verifier.regroup(request.sequence for request in self._requests.values()):
             self._draft_pool.forget()
-        if not any(self._verifier.link.connected):
-            self._control.draft(False)
+        for replica, connected in enumerate(self._verifier.link.connected):
+            if not connected:
+                self._control.draft(False, replica=replica)
 
     def _take_commands(self) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
@@ -283,6 +292,8 @@ class Service:
                     self._send(request.client, Failed(request.number, DrainingError.__name__, _LEAVING))
             case GetMetrics():
                 self._send(client, Metrics(self._telemetry.text()))
+            case GetSettings():
+                self._send(client, Settings(self._control.best_settings()))
             case Shutdown():
                 self._running = False
 

@@ -7,7 +7,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.metrics import RequestStats
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, TokenLogprobs
+from saguaro.orchestrator.types import FinishReason, Mode, SamplingParams, Setting, TokenLogprobs
 
 MAX_MESSAGE = 16 * 2**20
 
@@ -46,6 +46,10 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetMetrics(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetSettings(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -94,8 +98,12 @@ class Metrics(msgspec.Struct, frozen=True, tag=True):
     text: str  # in Prometheus' text format
 
 
-Command = Submit | Cancel | GetStatus | GetMetrics | Drain | Shutdown
-Event = Tokens | Failed | Status | Metrics
+class Settings(msgspec.Struct, frozen=True, tag=True):
+    best: list[Setting]  # of each mode that may run, for one sequence, by what is measured so far
+
+
+Command = Submit | Cancel | GetStatus | GetMetrics | GetSettings | Drain | Shutdown
+Event = Tokens | Failed | Status | Metrics | Settings
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -42,6 +42,7 @@ class _Prepared:
     situation: Situation
     lookahead: int  # tokens of that speculation
     guesses: Sequence[Outcome]  # best first for each acceptance length, those that other replicas prepare included
+    owners: Sequence[int]  # which replica that was of each
 
     def observed(self, outcome: Outcome, estimators: Estimators) -> None:
         counts = [0] * (self.lookahead + 1)
@@ -55,9 +56,9 @@ class _Prepared:
 class Speculator:
     """Keeps no sequence state: only the drafter's KV pool and the branches of the last round.
 
-    `backup` drafts after a miss; None: the drafter itself. A round may name another one, of `others`. With `defer` it
-    does so while the others are verified, and the missing row sits that out. `estimators` learn from every outcome. All
-    `replicas` guess the same outcomes, and each drafts a share of them.
+    `backup` drafts after a miss; None: the drafter itself. A round may name another one, of `others`; where it says
+    `defer`, that is done while the others are verified, and the missing row sits that out. `estimators` learn from
+    every outcome. All `replicas` guess the same outcomes, and each that is there drafts a share of them.
     """
 
     def __init__(
@@ -70,7 +71,6 @@ class Speculator:
         backup: Drafter | None = None,
         others: Mapping[Backup, Drafter] | None = None,
         shadows: Shadows | None = None,
-        defer: bool = False,
         estimators: Estimators | None = None,
         timeline: Timeline | None = None,
         replica: int = 0,
@@ -83,7 +83,6 @@ class Speculator:
         # Those that have to follow the text without having drafted it.
         self._followers = {id(each): each for each in (self._backup, *self._others.values()) if each is not drafter}
         self._answers = 0
-        self._defer = defer
         self._replica = replica
         self._replicas = replicas
         self._present: tuple[int, ...] = ()  # replicas that are asked in the round under way
@@ -125,7 +124,7 @@ class Speculator:
         answers: list[AnswerRow] = []
         if asked:
             backup = self._others.get(body.backup, self._backup) if body.backup else self._backup
-            answers = self._answer(asked, backup, others=body.others or len(asked) < len(rows))
+            answers = self._answer(asked, backup, body.backup == "defer", body.others or len(asked) < len(rows))
             timeline = self._timeline
             reply = Answer(
                 tuple(answers), timeline.drain(), self._branches, timeline.drain_steps(), self._perhaps_report()
@@ -156,7 +155,7 @@ class Speculator:
             return None
         return Report(self.estimators.curves(), self._shadows.acceptance if self._shadows else {})
 
-    def _answer(self, rows: Sequence[DraftRow], backup: Drafter, others: bool) -> list[AnswerRow]:
+    def _answer(self, rows: Sequence[DraftRow], backup: Drafter, defer: bool, others: bool) -> list[AnswerRow]:
         """What was prepared here, from the cache; for the missing rows, and for them only, the backup.
 
         Rows that another replica answers are left out.
@@ -168,7 +167,7 @@ class Speculator:
                 answers[row.sequence] = AnswerRow(row.sequence, not row.deferred, prepared.first(row.lookahead))
         missing = [row for row in rows if row.sequence not in answers and not self._elsewhere(row)]
         mine = [row for row in missing if self._is_home(row)]
-        if self._may_sit_out(missing, others or len(missing) < len(rows)):
+        if defer and _may_sit_out(missing, others or len(missing) < len(rows)):
             answers |= {row.sequence: AnswerRow(row.sequence, False, None) for row in mine}
         elif mine:
             with self._timeline.span("backup", [row.sequence for row in mine]):
@@ -185,18 +184,12 @@ class Speculator:
         prepared = self._prepared.get(row.sequence)
         if prepared is None or row.outcome not in prepared.guesses:
             return False
-        owner = shards.owners(prepared.guesses, self._replicas)[prepared.guesses.index(row.outcome)]
+        owner = prepared.owners[prepared.guesses.index(row.outcome)]
         return owner != self._replica and owner in self._present
 
     def _is_home(self, row: DraftRow) -> bool:
         """Whether this replica drafts for a row for which nothing was prepared."""
         return shards.home(row.sequence, self._present, self._replicas) == self._replica
-
-    def _may_sit_out(self, missing: Sequence[DraftRow], others: bool) -> bool:
-        """Whether all of them do: there must be a verification to draft behind. When one has to be drafted for now,
-        because it sat out last time or because nothing is ever prepared for it, the round waits anyway.
-        """
-        return self._defer and others and all(row.budget and not row.deferred for row in missing)
 
     def _learn(self, rows: Sequence[DraftRow]) -> None:
         for row in rows:
@@ -229,7 +222,11 @@ class Speculator:
         if self._shadows:
             self._shadows.follow(rows)
         outcomes = self._drafter.predict(trunks, fan_outs) if trunks else []
-        share = [self._share(guessed) for guessed in outcomes]
+        owners = [shards.owners(guessed, self._present) for guessed in outcomes]
+        share = [
+            [guess for guess, owner in zip(guessed, owned, strict=True) if owner == self._replica]
+            for guessed, owned in zip(outcomes, owners, strict=True)
+        ]
         self._drafter.catch_up(deferred)
         late, happened = _decided([row for row in deferred if self._is_home(row)])
         prepared = self._drafter.draft([*trunks, *late], [*share, *happened])
@@ -240,14 +237,16 @@ class Speculator:
             for outcome, speculation in zip(guessed, drafted, strict=True)
         )
         self._prepared = {
-            trunk.row.sequence: _Prepared(situation, len(trunk.draft_tokens), guessed)
-            for trunk, situation, guessed in zip(trunks, situations, outcomes, strict=True)
+            trunk.row.sequence: _Prepared(situation, len(trunk.draft_tokens), guessed, owned)
+            for trunk, situation, guessed, owned in zip(trunks, situations, outcomes, owners, strict=True)
         }
 
-    def _share(self, guessed: Sequence[Outcome]) -> list[Outcome]:
-        """The guesses that this replica prepares."""
-        owners = shards.owners(guessed, self._replicas)
-        return [guess for guess, owner in zip(guessed, owners, strict=True) if owner == self._replica]
+
+def _may_sit_out(missing: Sequence[DraftRow], others: bool) -> bool:
+    """Whether all of them do: there must be a verification to draft behind. When one has to be drafted for now,
+    because it sat out last time or because nothing is ever prepared for it, the round waits anyway.
+    """
+    return others and all(row.budget and not row.deferred for row in missing)
 
 
 def _happened(row: DraftRow) -> Outcome:

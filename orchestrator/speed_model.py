@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saguaro.orchestrator import analysis
-from saguaro.orchestrator.fan_out_policy import Curve
+from saguaro.orchestrator.fan_out_policy import Curve, predicted_hit_rate, row_hits
 from saguaro.orchestrator.types import Backup, Mode, Setting
+from saguaro.plugins.fan_out import FanOut
 
 Time = Callable[[float], float]  # rows -> seconds
 _SMALL = 8  # branches
@@ -33,6 +35,8 @@ class Outlook:
     rejected: Curve  # of the bonus token after a rejection
     accepted: Curve  # after full acceptance
     overhead: float = 0.0  # seconds that the speculator works in a round beside its steps
+    written: Callable[[int, bool], FanOut] | None = None  # the list by lookahead, after a hit or not, if it is fixed
+    replicas: int = 1  # of the draft, which share out branches and misses; times are those of the slowest
 
 
 @dataclass(frozen=True)
@@ -57,26 +61,31 @@ def predict(outlook: Outlook, setting: Setting, batch: int) -> Prediction:
     verify = outlook.verify(trunks)
     e_miss = _tokens((outlook.in_turn if setting.mode == "sd" else outlook.backups)[setting.backup][:lookahead])
     if setting.mode == "sd":
-        drafting = _backup_seconds(outlook, setting, batch)
+        drafting = _backup_seconds(outlook, setting, batch / outlook.replicas)
         # The draft's KV follows the trunk while the target is busy.
         seconds = max(verify, outlook.trunk(trunks)) + drafting
         return Prediction(setting, _per_second(e_miss, seconds), e_miss=e_miss, t_b=_ratio(drafting, verify))
     prepare = prepare_seconds(outlook, batch, lookahead, setting.budget)
-    after_hit = _hit_rates(outlook, outlook.prepared[:lookahead], setting.budget)[setting.budget]
-    after_miss = _hit_rates(outlook, outlook.backups[setting.backup][:lookahead], setting.budget)[setting.budget]
+    after_hit = _hit_rate(outlook, outlook.prepared[:lookahead], setting.budget, True)
+    after_miss = _hit_rate(outlook, outlook.backups[setting.backup][:lookahead], setting.budget, False)
     p_hit = analysis.overall_hit_rate(after_hit, after_miss)
     e_hit = _tokens(outlook.prepared[:lookahead])
     some_miss = 1 - p_hit**batch
     missing = batch * (1 - p_hit) / some_miss if some_miss > 0 else 1.0  # rows, in rounds with a miss
-    drafting = _backup_seconds(outlook, setting, missing)
+    deferring = setting.backup == "defer"
+    # Rows that sit out are drafted with the branches; all wait only when all have missed.
+    drafting = _backup_seconds(outlook, setting, (batch if deferring else missing) / outlook.replicas)
     t_p, t_b = _ratio(prepare, verify), _ratio(drafting, verify)
-    speed_up = analysis.ssd_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch, interrupt=False)
+    if deferring:
+        speed_up = analysis.defer_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch)
+    else:
+        speed_up = analysis.ssd_speed_up(p_hit, e_hit, e_miss, t_p, t_b, batch, interrupt=False)
     return Prediction(setting, _per_second(speed_up, verify), p_hit, e_hit, e_miss, t_p, t_b)
 
 
 def prepare_seconds(outlook: Outlook, batch: int, lookahead: int, budget: int) -> float:
-    """The trunks in one forward, then all branches, a token at a time."""
-    branches = lookahead * outlook.draft(batch * budget) if budget else 0.0
+    """The trunks in one forward, then all branches of a replica, a token at a time."""
+    branches = lookahead * outlook.draft(batch * math.ceil(budget / outlook.replicas)) if budget else 0.0
     return outlook.overhead + outlook.trunk(batch * (lookahead + 1)) + branches
 
 
@@ -104,6 +113,8 @@ def best(outlook: Outlook, choices: Choices, mode: Mode, batch: int) -> Predicti
     for lookahead in choices.lookaheads if mode != "ar" else choices.lookaheads[:1]:
         budgets = _budgets(outlook, choices, lookahead, batch) if mode == "ssd" else [0]
         backups = choices.backups if mode != "ar" else choices.backups[:1]
+        if (mode != "ssd" or batch == 1) and len(backups) > 1:
+            backups = [backup for backup in backups if backup != "defer"]  # it is `primary` there
         for budget, backup in itertools.product(budgets, backups):
             found.append(predict(outlook, Setting(mode, lookahead, budget, backup), batch))
     return max(found, key=lambda prediction: prediction.tokens_per_second)
@@ -157,12 +168,21 @@ class _Plan:
 
 
 def _backup_seconds(outlook: Outlook, setting: Setting, rows: float) -> float:
-    return setting.lookahead * outlook.draft(rows) if setting.backup == "primary" else 0.0
+    return setting.lookahead * outlook.draft(max(1.0, rows)) if setting.backup in ("primary", "defer") else 0.0
 
 
 def _tokens(acceptance: Sequence[float]) -> float:
     """Tokens of a round, bonus included."""
     return 1.0 + float(np.cumprod(acceptance).sum())
+
+
+def _hit_rate(outlook: Outlook, acceptance: Sequence[float], budget: int, hit: bool) -> float:
+    """Of the list that is fixed, or else of the best one."""
+    if outlook.written is None or not budget:
+        return float(_hit_rates(outlook, acceptance, budget)[budget])
+    fan_out = outlook.written(len(acceptance), hit)
+    hits = row_hits(max(fan_out.counts), len(acceptance), outlook.rejected, outlook.accepted)
+    return predicted_hit_rate(fan_out, analysis.outcome_weights(acceptance), hits)
 
 
 def _hit_rates(outlook: Outlook, acceptance: Sequence[float], budget: int) -> NDArray[np.float64]:

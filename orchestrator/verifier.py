@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from saguaro.errors import ProtocolError, SaguaroError
-from saguaro.orchestrator import sampling
+from saguaro.orchestrator import sampling, shards
 from saguaro.orchestrator.draft_link import NO_ANSWER, DraftLink
 from saguaro.orchestrator.draft_links import DraftLinks
 from saguaro.orchestrator.metrics import Timeline
@@ -107,30 +107,33 @@ class Verifier:
         return changed
 
     def _ask(self, batch: Rows[Sequence]) -> dict[int, DraftRow]:
-        hello = self.link.hello
-        if hello is None:
+        present = self.link.present
+        if not present:
             return {}
+        longest = min(hello.max_model_len for hello in present.values())
         rows: dict[int, DraftRow] = {}
         left = self._max_batch_tokens
         for sequence in batch:
-            if row := self._draft_row(sequence, hello.max_model_len, left):
+            if row := self._draft_row(sequence, longest, left, len(present)):
                 rows[sequence.id] = row
                 left -= len(row.tokens)
         others = len(rows) < len(batch)
-        return rows if rows and self.link.ask(list(rows.values()), others, self.setting.backup) else {}
+        asked = rows and self.link.ask(list(rows.values()), present, others, self.setting.backup)
+        return rows if asked else {}
 
-    def _draft_row(self, sequence: Sequence, draft_model_len: int, left: int) -> DraftRow | None:
+    def _draft_row(self, sequence: Sequence, draft_model_len: int, left: int, replicas: int) -> DraftRow | None:
         """What to ask for this sequence. None when a speculation cannot help or has no room in either model.
 
         A draft that is more than `left` tokens behind catches up by one chunk of them and is asked for nothing else.
         """
         # Nothing is drafted beyond the end of the request or of the target's context, and the branches of this round
-        # (a trunk of K, then K more) have to fit into the draft's.
+        # (a trunk of K, then K more) have to fit into the draft's. Each replica has columns for its own branches only.
         end = min(self._max_model_len, sequence.request.prompt_length + sequence.request.params.max_tokens)
         setting = self.setting.for_request(sequence.mode, sequence.lookahead)
         lookahead = min(setting.lookahead, end - sequence.length - 1)
         budget = setting.budget
-        columns = sequence.length + setting.lookahead * (1 + max(1, budget))
+        branches = shards.largest(budget, setting.lookahead, replicas)
+        columns = sequence.length + setting.lookahead * (1 + max(1, branches))
         prospects = sequence.prospects
         if prospects.plain and not prospects.returning:
             return None

@@ -156,7 +156,6 @@ class Pair:
             others=others,
             shadows=Shadows(text, drafter.memory) if text else None,
             timeline=timeline,
-            defer=self.backup == "defer",
             estimators=Estimators() if replica else self.estimators,
             replica=replica,
             replicas=1 + len(self.more_drafts),

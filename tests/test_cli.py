@@ -7,12 +7,15 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from saguaro import cli
-from saguaro.llm import LLM
+from saguaro.llm import LLM, Result
+from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, FanOutConfig, ModelConfig, SpeculationConfig
+from saguaro.orchestrator.types import SamplingParams, Setting
 
 
 def saguaro(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,8 +70,76 @@ def running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compare_says_whether_the_texts_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--raw", "--compare", "--max-tokens", "20", "hello"]) == 0
     said = capsys.readouterr().out
-    assert "The three texts agree, token for token." in said
+    assert "The 3 texts agree, token for token." in said
     assert [line.split()[0] for line in said.splitlines()[-4:-1]] == ["ar", "sd", "ssd"]
+
+
+def test_compare_fixes_what_auto_has_found(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The deployment as it is, then, when that has gone, one with nothing left to choose for each mode."""
+    answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=4))[0]
+    auto = replace(llm.config, speculation=SpeculationConfig(mode="auto", lookahead="auto", backup="auto"))
+    best = [Setting("ar", 1, 0, "primary"), Setting("sd", 3, 0, "suffix"), Setting("ssd", 5, 12, "primary")]
+    happened: list[object] = []
+
+    class Recorder:
+        store = None
+
+        def __init__(self, config: DeploymentConfig = auto, store: Path | None = None) -> None:
+            self.config = config
+            happened.append(config.speculation)
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.close()
+
+        def close(self) -> None:
+            happened.append("closed")
+
+        def settings(self) -> list[Setting]:
+            return best
+
+        def generate(self, prompt: object, params: object, mode: str | None = None, **order: object) -> list[Result]:
+            happened.append(mode)
+            return [answer]
+
+    monkeypatch.setattr(cli, "_llm", lambda arguments: Recorder())
+    monkeypatch.setattr("saguaro.llm.LLM", Recorder)
+    assert cli.main(["generate", "--raw", "--compare", "--json", "hello"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    in_turn = replace(auto.speculation, mode="sd", lookahead=3, backup="suffix")
+    ahead = replace(auto.speculation, mode="ssd", lookahead=5, backup="primary")
+    assert happened == [
+        *(auto.speculation, None, None, "closed"),
+        *(in_turn, "ar", "sd", "closed"),
+        *(ahead, "ssd", "closed"),
+        "closed",  # once more: harmless
+    ]
+    assert [run["run"] for run in found["runs"]] == ["auto", "ar", "sd", "ssd"]
+    assert found["fixed"]["ssd"] == {"mode": "ssd", "lookahead": 5, "budget": 12, "backup": "primary"}
+    assert cli.main(["generate", "--raw", "--compare", "hello"]) == 0
+    said = capsys.readouterr().out
+    assert "ssd was fixed at lookahead 5, 12 branches, backup primary." in said
+    assert said.endswith("The 4 texts agree, token for token.\n")
+
+
+def test_a_fixed_deployment_has_nothing_left_to_choose() -> None:
+    config = DeploymentConfig("x", ModelConfig("t"), DraftConfig("d"), SpeculationConfig(preset="pearl", mode="auto"))
+    automatic = replace(config.speculation, lookahead="auto", fan_out=FanOutConfig(budget="auto"), backup="auto")
+    fixed = replace(config, speculation=automatic).fixed(Setting("ssd", 7, 12, "defer")).speculation
+    assert not fixed.adaptive
+    assert (fixed.preset, fixed.mode, fixed.lookahead, fixed.budgets(), fixed.backup) == (
+        None,
+        "ssd",
+        7,
+        (12,),
+        "defer",
+    )
+    written = replace(config, speculation=replace(automatic, fan_out=FanOutConfig(counts=(0, 2))))
+    assert written.fixed(Setting("ssd", 7, 2, "none")).speculation.fan_out == FanOutConfig(counts=(0, 2))
 
 
 @pytest.mark.usefixtures("running")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from harness import Pair
-from oracles import Drafter, assert_lossless_over_cache, assert_lossless_over_texts, drawn, nothing, pointed
+from oracles import Drafter, assert_lossless_over_cache, assert_lossless_over_texts, drawn, nothing, pointed, pruned
 from saguaro.errors import ConfigError
 from saguaro.llm import LLM
 from saguaro.orchestrator.config import SpeculationConfig, read_deployment
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import Situation
 from saguaro.orchestrator.presets import NAMES, PRESETS, Preset
+from saguaro.orchestrator.protocol import Step
+from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.sampling import accept_ratio
 from saguaro.orchestrator.types import Backup, Outcome, SamplingParams
 from test_drafters import of_text
@@ -51,6 +54,7 @@ def pair(config: SpeculationConfig, **options: Any) -> Pair:
         estimators=estimators,
         width=config.width,
         cache_aware=config.cache_aware,
+        min_confidence=config.min_confidence,
         backup=config.backup,
         **options,
     )
@@ -127,6 +131,32 @@ def test_all_accepted_is_the_only_hit(name: str, tmp_path: Path) -> None:
     assert min(seen[True, True], seen[False, True], seen[False, False]) > 3
 
 
+@pytest.mark.parametrize("name", ["pearl", "amusd", "specbranch", "swiftspec"])
+def test_its_length_follows_what_is_measured(name: str, tmp_path: Path) -> None:
+    """As the original's does. A quick draft has longer speculations than a slow one, and T_p stays below 1."""
+    config = speculation(tmp_path, f"preset: {name}")
+    chosen = []
+    for step in (30, 120):  # of a draft's forward, in thousandths of the target's
+        control = RoundControl(config, max_budget=8, verify_steps=[Step(1, 10**9), Step(16, 10**9)])
+        control.draft(True, [Step(rows, step * 10**6) for rows in (1, 4, 16)])
+        setting = control.setting(1)
+        assert (setting.mode, setting.budget) == ("ssd", {"pearl": 1, "amusd": 1, "specbranch": 4}.get(name, 8))
+        chosen.append(setting.lookahead)
+    assert chosen[0] > chosen[1] > 1
+    assert chosen[1] * 0.12 <= 1
+
+
+def test_the_branch_point_of_specbranch_is_where_the_draft_is_unsure(tmp_path: Path) -> None:
+    """After 0, 2 and 4 its best token has 0.4 or more: with 0.45 it stops before others, and branches there."""
+    config = replace(speculation(tmp_path, "preset: specbranch, lookahead: 6"), min_confidence=0.45)
+    both = pair(config)
+    sequence = both.sequence([0], SamplingParams(temperature=1.0, seed=1, max_tokens=150))
+    both.finish([sequence])
+    assert len({record.drafted for record in sequence.rounds[1:-1]}) > 2
+    for before, now in zip(sequence.rounds[1:], sequence.rounds[2:-1]):
+        assert before.accepted == before.drafted or not now.hit  # it branches at the end alone, wherever that is
+
+
 # Losslessness, by enumeration: the rule `ratio` over two rounds, hit and miss
 
 
@@ -138,6 +168,8 @@ def drafters(config: SpeculationConfig, table: Any, lookahead: int) -> tuple[Dra
     """What the draft model and the backup may come up with: every path, and what it was drawn from."""
     scaled = scaled_table(truncated_table(table, min(config.width, V)), 1, Fraction(str(config.cache_aware)))
     model = pointed(table, lookahead) if config.width == 1 else drawn(scaled, lookahead)
+    if config.min_confidence:
+        model = pruned(scaled, lookahead, Fraction(str(config.min_confidence)))
     return model, {"primary": model, "none": nothing}[config.backup]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from functools import cache
@@ -19,7 +20,7 @@ from saguaro.orchestrator.config import DraftConfig, find_deployment, read_deplo
 from saguaro.orchestrator.fan_out_policy import Lists, Situation
 from saguaro.orchestrator.metrics import chrome_trace
 from saguaro.orchestrator.placement import Demand
-from saguaro.orchestrator.shards import home, owners
+from saguaro.orchestrator.shards import home, largest, owners
 from saguaro.orchestrator.types import Backup, Outcome, Rule, SamplingParams, Speculation
 from saguaro.plugins.fan_out import FanOut
 from test_batching import Loop, alone, emitted
@@ -77,7 +78,7 @@ def test_whose_a_guess_is_does_not_depend_on_how_many_others_there_are(
 ) -> None:
     def of(lengths: list[int]) -> dict[Outcome, int]:
         guesses = [Outcome(k, rank) for k, length in enumerate(lengths) for rank in range(length)]
-        return dict(zip(guesses, owners(guesses, replicas), strict=True))
+        return dict(zip(guesses, owners(guesses, range(replicas)), strict=True))
 
     k = data.draw(st.integers(0, len(counts) - 1))
     longer = of([*counts[:k], counts[k] + 1, *counts[k + 1 :]])
@@ -109,7 +110,9 @@ def test_losing_one_lowers_the_hit_rate_until_it_returns(backup: Backup) -> None
         both.step(batch)
     both.links[1].lost = True
     before = len(batch[0].rounds)
-    spans = [span for _ in range(8) for span in both.step(batch).spans]
+    results = [both.step(batch) for _ in range(8)]
+    assert {step.replica for result in results[1:] for step in result.steps} == {0, 2}
+    spans = [span for result in results for span in result.spans]
     prepared = [e["tid"] for e in chrome_trace(spans)["traceEvents"] if e["name"] == "prepare"]
     assert set(prepared) == {2, 4}  # a line for each that is there
     away = caches(both)
@@ -129,24 +132,32 @@ def test_losing_one_lowers_the_hit_rate_until_it_returns(backup: Backup) -> None
     assert [s.tokens[1:] for s in batch] == plain()
 
 
-def test_a_lost_share_is_what_the_hit_rate_loses() -> None:
+def test_what_a_lost_one_would_have_prepared_the_others_prepare() -> None:
     """A draft that is always right, and whose best guess after two accepted tokens is the third replica's."""
-    hits = []
-    for lose in (False, True):
-        both = Pair(
-            scripted(TARGET),
-            scripted(TARGET),
-            more_drafts=[scripted(TARGET), scripted(TARGET)],
-            lookahead=2,
-            budget=3,
-            policy=Lists(lambda budget, k: FanOut((0,) * k + (budget,))),
-        )
-        if lose:
-            both.links[2].lost = True
-        sequence = both.sequence([0], SamplingParams(temperature=1.0, seed=3, max_tokens=60))
-        both.finish([sequence])
-        hits.append([record.hit for record in sequence.rounds[1:]])
-    assert hits == [[True] * 20, [True] + [False] * 19]  # after a prompt it is the first one's
+    both = Pair(
+        scripted(TARGET),
+        scripted(TARGET),
+        more_drafts=[scripted(TARGET), scripted(TARGET)],
+        lookahead=2,
+        budget=3,
+        policy=Lists(lambda budget, k: FanOut((0,) * k + (budget,))),
+    )
+    sequence = both.sequence([0], SamplingParams(temperature=1.0, seed=3, max_tokens=60))
+    for _ in range(9):
+        both.step([sequence])
+    both.links[2].lost = True
+    both.finish([sequence])
+    hits = [record.hit for record in sequence.rounds[1:]]
+    assert hits == [True] * 8 + [False] + [True] * 11  # what it had prepared when it went is all that is missed
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 5))
+def test_no_replica_has_more_than_its_columns_hold(counts: list[int], replicas: int) -> None:
+    guesses = [Outcome(k, rank) for k, count in enumerate(counts) for rank in range(count)]
+    shares = Counter(owners(guesses, range(replicas)))
+    most = largest(sum(counts), len(counts) - 1, replicas)
+    assert max(shares.values(), default=0) <= most <= sum(counts)
+    assert most <= math.ceil(sum(counts) / replicas) + len(counts)
 
 
 def test_one_that_is_late_holds_nobody_up_for_long_and_starts_anew_with_the_others() -> None:
@@ -259,5 +270,5 @@ def test_cores_are_shared_out(
     assert [groups[role].members[0].cores for role in list(groups)[1:]] == expected
     if named:
         monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0, 1})
-        with pytest.raises(LaunchError, match=r"draft-0.cores is \[1, 2\], but"):
+        with pytest.raises(LaunchError, match=r"draft.cores names \[1, 2\] for draft-0, but"):
             launch.plan_groups(config, Path(), Path())

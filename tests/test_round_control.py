@@ -26,7 +26,7 @@ from saguaro.errors import ConfigError
 from saguaro.orchestrator.calibration import measure
 from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, FanOutConfig, ModelConfig, SpeculationConfig
 from saguaro.orchestrator.metrics import Timeline
-from saguaro.orchestrator.protocol import Step, decode
+from saguaro.orchestrator.protocol import Span, Step, decode
 from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import Mode, SamplingParams, Setting
@@ -101,15 +101,19 @@ class World:
     draft_ms: float = 2.5
     target_ms: float = 20.0
     rows: int = 1  # sequences at a time
+    scale: float = 0.4  # of the miss curve
+    exponent: float = 0.6
     modes: Counter[Mode] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.target = Device(simulated(), self.target_ms, 0.05)
-        self.draft = Device(simulated(Agreement(self.acceptance, 0.4, 0.6)), self.draft_ms, 0.02)
+        self.draft = Device(simulated(Agreement(self.acceptance, self.scale, self.exponent)), self.draft_ms, 0.02)
         channel = DeviceChannel(self.target, self.draft)
         self.pair = Pair(
             self.target,  # type: ignore[arg-type]
             self.draft,  # type: ignore[arg-type]
+            backup=self.config.backups[0],
+            others=self.config.backups,
             channel=channel,
             timeline=Timeline(lambda: self.target.now),
             draft_timeline=Timeline(lambda: self.draft.now),
@@ -139,7 +143,10 @@ class World:
         return emitted / (self.target.now - start) * 1e9
 
     def until(self, mode: Mode, most: int = 1500) -> None:
-        while self.control.mode != mode:
+        self.until_it(lambda: self.control.mode == mode, most)
+
+    def until_it(self, holds: Callable[[], bool], most: int = 1500) -> None:
+        while not holds():
             self.rounds(1)
             most -= 1
             assert most > 0
@@ -189,11 +196,16 @@ def test_a_useless_draft_ends_at_plain_decoding(acceptance: float) -> None:
     assert acceptance or world.control.mode == "ar"
 
 
-def test_a_fixed_mode_stays_while_acceptance_is_collapsed_and_says_so() -> None:
+def test_a_fixed_mode_stays_while_acceptance_is_collapsed_and_each_request_decodes_plainly() -> None:
     world = World(SpeculationConfig(lookahead=3, fan_out=FanOutConfig(budget=4)), acceptance=0.0, draft_ms=2.0)
-    world.rounds(130)
+    world.rounds(270)
     assert world.control.alarm.on
     assert world.control.mode == "ssd"
+    for sequence in world.finished:
+        assert sequence.prospects.collapsed
+        assert sum(record.drafted > 0 for record in sequence.rounds) == 44
+    world.until_it(lambda: any(s.prospects.plain and s.emitted < 50 for s in world.running))  # in its first pause
+    assert world.rounds(10) == pytest.approx(world.plain, rel=0.01)
 
 
 def test_lookahead_and_budget_keep_the_preparation_within_a_verification() -> None:
@@ -232,6 +244,69 @@ def test_the_backup_follows_the_text_and_the_batch() -> None:
     assert control.latest.backup in ("suffix", "ngram")
     assert control.report.acceptance["suffix"][0] > 0.9
     assert control.report.acceptance["none"][0] == 0
+
+
+# Replicas of the draft
+
+
+def paced(milliseconds: float) -> tuple[Step, ...]:
+    """A draft whose forwards take so long for any row."""
+    return tuple(Step(rows, round(rows * milliseconds * 1e6)) for rows in (1, 4, 16))
+
+
+def replicas(count: int, fan_out: FanOutConfig) -> RoundControl:
+    config = SpeculationConfig(mode="ssd", lookahead=4, fan_out=fan_out)
+    control = RoundControl(config, max_budget=100, replicas=count, verify_steps=[Step(1, 10**8), Step(16, 10**8)])
+    for replica in range(count):
+        control.draft(True, paced(2.5), replica)
+    return control
+
+
+def test_the_budget_is_what_the_slowest_replica_can_prepare_times_those_that_are_there() -> None:
+    """Verifying takes 100 ms. A replica has 87.5 left after the trunk: four steps of eight rows."""
+    auto = FanOutConfig(budget="auto")
+    alone, three = replicas(1, auto), replicas(3, auto)
+    assert alone.setting(1).budget == 8
+    assert three.setting(1).budget == 24
+    slow = (Step(5, 25_000_000, True), Step(4, 20_000_000), Step(16, 80_000_000))
+    for _ in range(600):  # the middle one takes twice as long from now on: 75 ms are left, which are 3 rows
+        three.costs.observe_draft(replace(step, replica=1) for step in slow)
+    for _ in range(1100):  # until it is looked at again
+        three.setting(1)
+    assert three.setting(1).budget == 9
+    three.draft(False, replica=1)
+    assert three.setting(1).budget == 16
+    three.draft(False, replica=0)
+    assert three.setting(1) == alone.setting(1)
+    three.draft(True, paced(2.5), 0)
+    three.draft(True, (), 1)
+    assert three.setting(1).budget == 9
+
+
+def test_a_stated_budget_is_that_of_all_replicas() -> None:
+    """While some are away the others have no more to do than before."""
+    control = replicas(3, FanOutConfig(budget=8))
+    seen = [control.setting(1).budget]
+    for replica in (2, 0, 1):
+        control.draft(False, replica=replica)
+        seen.append(control.setting(1).budget)
+    assert seen == [8, 5, 2, 0]
+    written = replicas(2, FanOutConfig(counts=(1, 0, 0, 0, 2)))
+    written.draft(False, replica=1)
+    assert written.setting(1).budget == 3
+
+
+def test_times_are_those_of_the_slowest_replica_that_is_there() -> None:
+    costs = replicas(2, FanOutConfig()).costs
+    spans = [Span("verify", 0, 100), *(Span("prepare", 0, 50 + 100 * r, replica=r) for r in (0, 1))]
+    costs.observe([*spans, Span("backup", 0, 40, replica=0)])
+    costs.observe_work(spans, [Step(1, 20), Step(1, 30, replica=1)])
+    assert (costs.t_p, costs.t_b) == pytest.approx((1.5, 0.4))
+    costs.present = {0}
+    assert (costs.t_p, costs.seconds("verify")) == pytest.approx((0.5, 1e-7))
+    assert costs.slowest.overhead == pytest.approx(30e-9 * 0.05)
+    costs.present = {1}
+    assert costs.slowest.overhead == pytest.approx(120e-9 * 0.05)
 
 
 # What never changes

@@ -31,7 +31,7 @@ from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.service import Service
 from saguaro.orchestrator.service_protocol import Tokens
 from saguaro.orchestrator.target import EngineTarget
-from saguaro.orchestrator.types import SamplingParams
+from saguaro.orchestrator.types import SamplingParams, Setting
 
 TOKENIZER = byte_level()
 CHAIN = [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]  # 0 1 2 3 0 …
@@ -189,6 +189,7 @@ async def test_a_vanished_client_takes_its_requests_along(socket: Path) -> None:
         text = await client.metrics()
         assert 'saguaro_requests_finished_total{reason="cancelled"} 5.0' in text
         assert 'saguaro_requests_finished_total{reason="stop"} 1.0' in text
+        assert await client.settings() == [Setting("ar", 4, 0, "primary")]
 
 
 @in_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -200,16 +201,16 @@ def test_times_by_rows_are_a_line_through_what_was_measured() -> None:
 def test_trunks_and_draft_steps_are_timed_apart() -> None:
     costs = Costs()
     costs.observe_draft([Step(1, 10**9)], calibrating=True)
-    assert (costs.trunk(1), costs.draft(1)) == (1, 1)
+    assert (costs.slowest.trunk(1), costs.slowest.draft(1)) == (1, 1)
     for _ in range(500):
         costs.observe_draft([Step(5, 3 * 10**9, trunk=True), Step(8, 10**9)])
-    assert costs.trunk(5) == pytest.approx(3, rel=0.02)
-    assert costs.draft(8) == pytest.approx(1, rel=0.02)
+    assert costs.slowest.trunk(5) == pytest.approx(3, rel=0.02)
+    assert costs.slowest.draft(8) == pytest.approx(1, rel=0.02)
     for _ in range(200):
         costs.observe_work(
             [Span("prepare", 0, 7), Span("verify", 0, 9), Span("backup", 0, 4)], [Step(1, 6), Step(1, 2)]
         )
-    assert costs.overhead == pytest.approx(3e-9, rel=1e-3)
+    assert costs.slowest.overhead == pytest.approx(3e-9, rel=1e-3)
 
 
 def test_costs_are_in_verifications() -> None:
@@ -221,3 +222,44 @@ def test_costs_are_in_verifications() -> None:
         costs.observe([Span("prepare", 0, 200)])
     assert costs.t_p == pytest.approx(2, abs=1e-3)
     assert costs.seconds("prepare") == pytest.approx(200e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("a", "step", "row", "curve", "k", "budget", "batch", "expected"),
+    [
+        (0.9, 0.15, 0.0, MissCurve(0.8, 0.3), 6, 3, 4, {"defer": 2.81, "primary": 2.68, "none": 2.37}),
+        (0.9, 0.15, 0.005, CURVE, 5, 16, 8, {"none": 2.88, "defer": 2.79, "primary": 2.32}),
+    ],
+)
+def test_whether_a_row_sits_out_is_a_matter_of_speed(
+    a: float, step: float, row: float, curve: MissCurve, k: int, budget: int, batch: int, expected: dict[Backup, float]
+) -> None:
+    """The cases of docs/results/defer.md: predicted as by `saguaro simulate`, and the best one is taken."""
+    figures = outlook(a=a, step=step, row=row, curve=curve, places=k)
+    figures.backups["defer"] = figures.backups["primary"]  # type: ignore[index]
+    found = {name: predict(figures, Setting("ssd", k, budget, name), batch).tokens_per_second for name in expected}
+    assert found == pytest.approx(expected, abs=0.02)
+    choices = Choices([k], [budget], ["primary", "defer", "none"])
+    assert best(figures, choices, "ssd", batch).setting.backup == max(expected, key=lambda name: expected[name])
+    quick = outlook(a=a, step=0.01, row=0.0, curve=curve, places=k)
+    quick.backups["defer"] = quick.backups["primary"]  # type: ignore[index]
+    assert best(quick, choices, "ssd", batch).setting.backup == "primary"
+    assert best(figures, choices, "ssd", 1).setting.backup != "defer"  # nobody to hide behind
+    figures.in_turn["defer"] = figures.in_turn["primary"]  # type: ignore[index]
+    assert best(figures, choices, "sd", batch).setting.backup == "primary"
+    alone = Choices([k], [0], ["defer"])  # a decision of the deployment: in turn it is the same work
+    in_turn = [best(figures, Choices([k], [0], [name]), "sd", batch).tokens_per_second for name in ("primary", "defer")]
+    assert in_turn[0] == in_turn[1] == best(figures, alone, "sd", batch).tokens_per_second
+
+
+def test_more_replicas_prepare_more_and_share_out_the_misses() -> None:
+    figures = outlook(a=0.8, step=0.02, row=0.1)
+    both = replace(figures, replicas=2)
+    assert prepare_seconds(both, 3, 4, 16) == prepare_seconds(figures, 3, 4, 8)
+    one, two = (predict(each, Setting("ssd", 4, 16, "primary"), 8) for each in (figures, both))
+    assert two.p_hit == one.p_hit
+    assert two.t_p < one.t_p
+    assert two.t_b < one.t_b
+    budgets = [1, 2, 4, 8, 16, 32, 64]
+    chosen = [best(each, Choices([4], budgets, ["primary"]), "ssd", 4).setting.budget for each in (figures, both)]
+    assert chosen[1] == 2 * chosen[0]

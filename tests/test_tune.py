@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import yaml
 
 from saguaro.bench import tune
+from saguaro.bench.tune_batches import BATCHES, REPLICAS
 from saguaro.bench.tune_command import TunePlan, plan_of, run, section_of
-from saguaro.bench.tune_report import FIGURES
+from saguaro.bench.tune_report import FIGURES, tables
 from saguaro.cli import main
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import analysis
@@ -103,6 +105,28 @@ def test_sweeps_vary_one_thing_at_a_time(texts: list[dict]) -> None:
     first, last = swept.cache_aware[0], swept.cache_aware[-1]
     assert first.acceptance.mean > last.acceptance.mean
     assert [choice.rule for choice in swept.rules] == ["coupled", "ratio"]
+
+
+def test_batches_and_replicas_are_predicted_by_the_model_that_decides_on_line(texts: list[dict]) -> None:
+    found = judge(of_one_rule(texts), times(0.1, more_rows=0.2))
+    measured = tune.curves([text["coupled"] for text in texts], 4, found.base)
+    swept = tune.sweeps(found, tune.best([found], KS, BUDGETS), measured, KS, BUDGETS)
+    by = {(predicted.replicas, predicted.batch): predicted for predicted in swept.batches}
+    assert len(by) == len(swept.batches) == len(BATCHES) * len(REPLICAS)
+    for predicted in swept.batches:
+        of_ssd = max(predicted.backups.values())
+        assert predicted.speed >= of_ssd - 1e-9
+        if predicted.setting.mode == "ssd":
+            assert predicted.speed == pytest.approx(of_ssd)
+            assert predicted.backups[predicted.setting.backup] == pytest.approx(of_ssd)
+    # More of them never prepare less; with one sequence nobody can be deferred behind another.
+    speeds = [[by[replicas, batch].speed for replicas in REPLICAS] for batch in BATCHES]
+    assert all(few <= many + 1e-9 for row in speeds for few, many in itertools.pairwise(row))
+    assert by[1, 1].backups["defer"] == pytest.approx(by[1, 1].backups["primary"])
+    slow = judge(of_one_rule(texts), times(0.3))  # free rows, and a draft that is slow to wait for
+    waiting = tune.sweeps(slow, tune.best([slow], KS, BUDGETS), measured, KS, BUDGETS).batches
+    assert all(p.backups["defer"] > p.backups["primary"] for p in waiting if p.batch == 4)
+    assert "Predicted, not run" in str(list(tables([swept], found.times, []))[3].title)
 
 
 def test_measured_curves_become_the_prior() -> None:
