@@ -322,7 +322,7 @@ def _compare_fixed(
     results: dict[str, Result] = {}
     for _ in range(2):  # once to measure
         results["auto"] = llm.generate(prompt, params, **order)[0]
-    best = {setting.mode: setting for setting in llm.settings() if setting.mode != "ar"}
+    best: dict[Mode, Setting] = {setting.mode: setting for setting in llm.settings() if setting.mode != "ar"}
     llm.close()
     for mode, setting in best.items():
         with LLM(llm.config.fixed(setting), store=llm.store) as alone:

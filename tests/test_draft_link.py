@@ -109,7 +109,7 @@ def test_a_speculator_that_goes_while_nothing_is_asked_is_missed() -> None:
     far.close()
     assert not links.regroup()
     assert links.connected == [False]
-    assert links.hello is None
+    assert not links.present
 
 
 def test_a_speculator_introduces_itself_or_is_refused() -> None:

@@ -60,11 +60,11 @@ def test_nothing_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("backup", BACKUPS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
-    requests=st.lists(st.tuples(params, prompts), min_size=1, max_size=3),
+    requests=st.lists(st.tuples(params, prompts), min_size=1, max_size=2),
     k=st.integers(1, 4),
-    budget=st.integers(0, 6),
+    budget=st.integers(0, 4),
     replicas=st.integers(1, 3),
     scale=st.sampled_from(SCALES),
     least=st.sampled_from(LEAST),
@@ -85,7 +85,7 @@ def test_ratio_keeps_the_targets_law(backup: Backup | Auto) -> None:
     joint = np.einsum("a,ab,bc->bc", law[0], law, law).ravel()
     seen: Counter[tuple[int, ...]] = Counter()
     batch = 20
-    ways = list(itertools.product(SCALES, LEAST, (1, 2, 3)))
+    ways = list(zip(SCALES * 2, LEAST * 3, (1, 2, 3, 3, 1, 2)))  # each C with and without early ends
     for number, (scale, least, replicas) in enumerate(ways):
         pair = roles(
             backup, replicas, rule="ratio", lookahead=2, budget=3, width=4, cache_aware=scale, min_confidence=least
