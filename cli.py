@@ -298,8 +298,8 @@ def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, or
         factor = f"{speed / baseline:5.2f} x ar" if speed and baseline else ""
         print(f"{name:4} {factor:11} {_line(result.stats)}")
     for mode, setting in fixed.items():
-        branches = f", {setting.budget} branches" if setting.mode == "ssd" else ""
-        print(f"{mode} was fixed at lookahead {setting.lookahead}{branches}, backup {setting.backup}.")
+        budget = f", budget {setting.budget}" if setting.mode == "ssd" else ""
+        print(f"{mode} was fixed at lookahead {setting.lookahead}{budget}, backup {setting.backup}.")
     if agree:
         print(f"The {len(results)} texts agree, token for token.")
         return

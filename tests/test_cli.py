@@ -122,7 +122,7 @@ def test_compare_fixes_what_auto_has_found(
     assert found["fixed"]["ssd"] == {"mode": "ssd", "lookahead": 5, "budget": 12, "backup": "primary"}
     assert cli.main(["generate", "--raw", "--compare", "hello"]) == 0
     said = capsys.readouterr().out
-    assert "ssd was fixed at lookahead 5, 12 branches, backup primary." in said
+    assert "ssd was fixed at lookahead 5, budget 12, backup primary." in said
     assert said.endswith("The 4 texts agree, token for token.\n")
 
 

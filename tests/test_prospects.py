@@ -135,7 +135,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("backup", ["primary", "defer", "ngram"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.tuples(params, prompts, st.sampled_from(["sd", "ssd"])), min_size=1, max_size=4), st.integers(1, 4))
 def test_coupled_emits_plain_decodings_tokens(backup: Backup, requests: list[tuple], k: int) -> None:
     both = Pair(scripted(TARGET), scripted(DRAFT), lookahead=k, backup=backup, max_batch_tokens=7)
