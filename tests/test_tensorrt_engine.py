@@ -43,10 +43,10 @@ from saguaro.build import driver  # noqa: E402
 from saguaro.build.recipe import Recipe, TensorrtOptions, Tiny  # noqa: E402
 from saguaro.build.tensorrt import TensorrtBuild  # noqa: E402
 from saguaro.build.tiny import TinyWeights  # noqa: E402
+from saguaro.engines.cuda import Cuda  # noqa: E402
+from saguaro.engines.inputs import INPUTS, Layout, parts  # noqa: E402
 from saguaro.engines.tensorrt import engine as runtime  # noqa: E402
-from saguaro.engines.tensorrt.cuda import Cuda  # noqa: E402
 from saguaro.engines.tensorrt.engine import TensorrtEngine  # noqa: E402
-from saguaro.engines.tensorrt.inputs import INPUTS, Layout, parts  # noqa: E402
 from saguaro.engines.tensorrt.log import Log  # noqa: E402
 from tensorrt_network import Builder  # noqa: E402
 from tensorrt_runtime import Context, Runtime, Stream, engine_of  # noqa: E402
@@ -565,9 +565,23 @@ def test_the_stream_is_in_order_with_the_callers(monkeypatch: pytest.MonkeyPatch
     log.set_device.assert_called_once_with(cuda.device)
     with cuda.on_stream():
         replay = cuda.capture(log.enqueue)
+        cuda.capture(log.other)
     names = [name for name, _, _ in log.mock_calls]
-    assert names == ["set_device", "own_waits_for", "begin", "enqueue", "end", "caller_waits_for"]
-    assert captured.call_args.kwargs == {"stream": own}
+    assert names == [
+        "set_device",
+        "own_waits_for",
+        "begin",
+        "enqueue",
+        "end",
+        "begin",
+        "other",
+        "end",
+        "caller_waits_for",
+    ]
+    # All graphs share the memory of the first.
+    pools = [call.kwargs.pop("pool") for call in captured.call_args_list]
+    assert pools == [None, graph.pool.return_value]
+    assert [call.kwargs for call in captured.call_args_list] == [{"stream": own}] * 2
     own.wait_stream.assert_called_once_with(caller)
     caller.wait_stream.assert_called_once_with(own)
     replay()
