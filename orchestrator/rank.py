@@ -160,6 +160,7 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
         num_blocks=part.model.num_blocks,
         group=group,
         **({"device": device} if device.type == "cuda" else {}),
+        **({} if part.model.cuda_graphs else {"graphs": False}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
     )
     gc.freeze()

@@ -5,9 +5,14 @@ That a GPU captures and replays what is enqueued is for `tests/gpu/pytorch_pair.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,15 +23,15 @@ from torch import Tensor
 from cuda_stand_in import Stream, engine_on
 from harness import Pair
 from saguaro.engines import cuda_graphs
-from saguaro.engines.base import ForwardBatch, ForwardOutput, causal_batch, fan_out_batch
+from saguaro.engines.base import ForwardBatch, ForwardOutput, causal_batch
 from saguaro.engines.cuda_graphs import BRANCH_COLUMNS, MAX_ROWS, GraphInputs
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.errors import CapacityError, EngineError
 from saguaro.orchestrator import sampling, target
 from saguaro.orchestrator.types import Rule, SamplingParams
 from saguaro.plugins import transfers
-from saguaro.plugins.fan_out import FanOut
 from saguaro.plugins.rows import RowTensors
+from shrinking_batches import shrinking_batches
 from tiny_models import tiny_model
 
 SIZES = {"vocab_size": 500, "max_model_len": 128, "block_size": 4, "num_blocks": 64}
@@ -64,36 +69,14 @@ def fresh(engines: tuple[PytorchEngine, PytorchEngine, Stream]) -> None:
             pool[64:] = torch.nan
 
 
-def drawn(seed: int) -> list[ForwardBatch]:
-    """A shrinking batch: prompts, then trunks and branches at two depths, each time of fewer sequences."""
-    draw = random.Random(seed)
-    count = draw.randint(1, 4)
-    tables, lengths = [BLOCKS[i * 16 : (i + 1) * 16] for i in range(count)], [draw.randint(1, 9) for _ in range(count)]
-
-    def tokens(n: int) -> list[int]:
-        return draw.choices(range(500), k=n)
-
-    batches = [causal_batch([tokens(n) for n in lengths], [0] * count, tables, [1] * count, 4)]
-    while count:
-        fan_outs = [FanOut(tuple(draw.randint(0, 3) for _ in range(3))) for _ in range(count)]
-        trunks = causal_batch([tokens(3) for _ in range(count)], lengths[:count], tables[:count], [3] * count, 4)
-        batches.append(trunks)
-        for depth in range(2):
-            fed = torch.tensor(tokens(sum(fan_out.branches for fan_out in fan_outs)))
-            if len(fed):
-                batches.append(fan_out_batch(fed, fan_outs, lengths[:count], tables[:count], depth, 4))
-        count -= draw.randint(1, 2)
-        count = max(count, 0)
-    return batches
-
-
 @given(st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)
 def test_padded_and_shrinking_batches_have_the_logits_and_the_kv_of_the_plain_engine(
     engines: tuple[PytorchEngine, PytorchEngine, Stream], seed: int
 ) -> None:
     fresh(engines)
-    for batch in drawn(seed):
+    tables = [BLOCKS[i * 16 : (i + 1) * 16] for i in range(4)]
+    for batch in shrinking_batches(seed, tables, 500, 4):
         done = both(engines, batch)
         run_by_a_graph = 4 * len(batch.logit_rows) >= len(batch.token_ids)
         assert done == ["upload", "replay"] * run_by_a_graph
@@ -269,3 +252,40 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     tensor = torch.arange(3)
     assert transfers.to_device(tensor, "cpu") is tensor
     assert transfers.to_host(tensor, tensor) == (tensor, tensor)
+
+
+# The script for a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    path = Path(__file__).parent / "gpu" / "pytorch_pair.py"
+    spec = importlib.util.spec_from_file_location("gpu_pytorch_pair", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with patch.object(sys, "path", list(sys.path)), patch.dict(sys.modules, {"gpu_pytorch_pair": module}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gpu_script_checks_on_the_stand_in_where_there_is_no_gpu(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_ROWS", 64)
+    quick = ["--device", "cpu", "--seeds", "2", "--tokens", "14"]
+    monkeypatch.setattr(script, "TOLERANCES", {torch.float32: (1e-3, 1e-3)})
+    assert script.main(quick) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["device"], report["wrong"], report["times"]) == ("cpu", [], [])
+    assert report["found"]["float32"]["modes unlike ar at temperature 1"] == []
+    monkeypatch.setattr(script, "TOLERANCES", {torch.float32: (-1.0, -1.0)})
+    monkeypatch.setattr(script, "tokens_by_mode", lambda *_: {"ar": [[1]], "sd": [[1]], "ssd": [[2]]})
+    assert script.main(quick) == 1
+    wrong = json.loads(capsys.readouterr().out)["wrong"]
+    assert "at temperature 0 ssd gave other tokens than ar" in wrong[2]
+    assert len(wrong) == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        script.main([])
+    assert "no CUDA device; --device cpu checks" in capsys.readouterr().err

@@ -428,6 +428,7 @@ def test_the_description_has_tensorrt_llms_keys(tmp_path: Path) -> None:
         ({"block_size": 16}, "compiled for KV blocks of 4 tokens, .* block_size 16. Set it to 4"),
         ({"num_blocks": 65}, "asks for 65 KV blocks, but the engine was compiled for 64"),
         ({"deterministic": True}, "speculation.deterministic is set"),
+        ({"graphs": False}, "cuda_graphs is false"),
     ],
 )
 def test_a_deployment_that_does_not_fit_the_engine_is_refused(
