@@ -18,11 +18,13 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the host's memory, after one wait for all that the current stream has been given."""
+    """The tensors in the host's memory, after one wait for all that the current device's stream has been given."""
     copies = tuple(_copy(tensor) if tensor.is_cuda else tensor for tensor in tensors)
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+    if any(tensor.is_cuda for tensor in tensors):
+        # An event, because torch's check for hidden waits takes a wait for a stream for one.
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
     return copies
 
 

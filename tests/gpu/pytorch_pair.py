@@ -60,7 +60,7 @@ def engine(model: Any, device: str, *, graphs: bool, **sizes: int) -> PytorchEng
 
 @contextmanager
 def no_hidden_waits(device: str) -> Iterator[None]:
-    """`to_host` waits by name, which is allowed."""
+    """`to_host` waits for an event, which is allowed."""
     if device == "cpu":
         yield
         return
