@@ -23,9 +23,9 @@ from saguaro.build.recipe import Recipe, TensorrtOptions
 from saguaro.build.source_model import SourceModel
 from saguaro.build.weights import Weights
 from saguaro.engines.checkpoint import model_of
+from saguaro.engines.cuda import Cuda
 from saguaro.engines.kv_pool import head_dim
 from saguaro.engines.manifest import TOKENIZER
-from saguaro.engines.tensorrt.cuda import Cuda
 from saguaro.engines.tensorrt.engine import PLAN
 from saguaro.engines.tensorrt.log import Log
 from saguaro.engines.tensorrt.network import DraftNetwork, Limits

@@ -26,11 +26,12 @@ ENGINES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def load_engine(directory: Path, *, deterministic: bool = False, **options: Any) -> Engine:
+def load_engine(directory: Path, *, deterministic: bool = False, graphs: bool = True, **options: Any) -> Engine:
     """The engine of an engine directory; `options` are its class's, such as `block_size` and `num_blocks`.
 
-    `deterministic`: a row's logits are not to depend on the batch. Raises EngineError when the directory names an
-    engine that cannot do that, or cannot be loaded this way, and what its `load` raises.
+    `deterministic`: a row's logits are not to depend on the batch. Without `graphs` no CUDA graph is captured. Raises
+    EngineError when the directory names an engine that cannot do that, or cannot be loaded this way, and what its
+    `load` raises.
     """
     name = Manifest.load(directory).engine
     if name not in ENGINES:
@@ -53,5 +54,12 @@ def load_engine(directory: Path, *, deterministic: bool = False, **options: Any)
                 "else is in the batch. Take the key out, or build the target for the engine 'pytorch'."
             )
         options["deterministic"] = True
+    if not graphs:
+        if "graphs" not in signature(load).parameters:
+            raise EngineError(
+                f"{directory}: cuda_graphs is false, which is of the engine 'pytorch', but it was built for {name!r}. "
+                "Take the key out."
+            )
+        options["graphs"] = False
     engine: Engine = load(directory, **options)
     return engine

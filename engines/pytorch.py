@@ -2,12 +2,14 @@
 
 The flat batch goes through the model as one sequence [1, N] with explicit positions and no cache of its own; attention
 is ours, reached through transformers' attention interface with the step's plan as an extra argument. It runs on the
-CPU and on CUDA, on one process or as one rank of a tensor-parallel group.
+CPU and on CUDA, on one process or as one rank of a tensor-parallel group. On CUDA it has a stream of its own, replays
+graphs for small batches (see `cuda_graphs`), and never waits for the device: whoever reads the logits does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ from transformers import AttentionInterface
 
 from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
+from saguaro.engines.cuda import Cuda
+from saguaro.engines.cuda_graphs import BRANCH_COLUMNS, CudaGraphs, GraphInputs
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.int8 import Int8Linear, quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
@@ -27,7 +31,9 @@ from saguaro.engines.manifest import Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
 from saguaro.plugins.attention import Plan, plan_attention
-from saguaro.plugins.rows import check_tensors
+from saguaro.plugins.fan_out_mask import FanOutMask
+from saguaro.plugins.rows import RowTensors, check_rows, check_tensors
+from saguaro.plugins.transfers import to_device
 
 _ATTENTION = "saguaro"
 _CPU = torch.device("cpu")
@@ -56,6 +62,9 @@ class PytorchEngine:
     `deterministic`: the logits of a causal batch's row are the same bits in any batch (see `fixed_rows`). A batch under
     a fan-out, which only a draft gets, is computed as ever.
 
+    `cuda` is the device the model is on, if it is one; without `graphs` every forward launches its kernels one by one.
+    A tensor-parallel group does so always.
+
     Raises EngineError for a model it would not compute exactly, CapacityError when the KV pool does not fit.
     """
 
@@ -69,6 +78,8 @@ class PytorchEngine:
         num_blocks: int,
         group: TensorParallel | None = None,
         deterministic: bool = False,
+        cuda: Cuda | None = None,
+        graphs: bool = True,
     ) -> None:
         check_config(model.config, max_model_len)
         if vocab_size > model.config.vocab_size:
@@ -85,8 +96,14 @@ class PytorchEngine:
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
         self._plan_attention = _planner(self._device, deterministic)
+        self._cuda = cuda
+        captured = cuda is not None and graphs and group is None
         self._pool = KvPool(
-            model.config, block_size=block_size, num_blocks=num_blocks, dtype=self._dtype, device=self._device
+            model.config,
+            block_size=block_size,
+            num_blocks=num_blocks + captured,
+            dtype=self._dtype,
+            device=self._device,
         )
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -96,6 +113,18 @@ class PytorchEngine:
         self.logit_tolerance = _INT8_TOLERANCE if int8 else LOGIT_TOLERANCES[self._dtype]
         if deterministic:
             self.logit_tolerance = 0.0
+        self._graphs: CudaGraphs | None = None
+        if cuda is not None and captured:
+            self._plan_graph = _graph_planner(self._device)
+            self._graphs = CudaGraphs(
+                cuda,
+                self._compute,
+                vocab_size=vocab_size,
+                max_columns=max_model_len + BRANCH_COLUMNS,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                dtype=torch.promote_types(self._dtype, torch.float32),
+            )
 
     @classmethod
     def load(
@@ -107,6 +136,7 @@ class PytorchEngine:
         group: TensorParallel | None = None,
         deterministic: bool = False,
         device: torch.device = _CPU,
+        graphs: bool = True,
     ) -> PytorchEngine:
         """The engine of a directory built by `saguaro build`; in a group, this rank's part of it.
 
@@ -144,16 +174,26 @@ class PytorchEngine:
             num_blocks=num_blocks,
             group=group,
             deterministic=deterministic,
+            cuda=Cuda(device) if device.type == "cuda" else None,
+            graphs=graphs,
         )
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. Raises EngineError when a position is beyond `max_model_len` or a block table too short."""
+        if self._graphs is not None and self._graphs.fits(batch):
+            check_positions(batch, self.max_model_len)
+            check_rows(batch.rows, batch.block_tables, self.block_size, self.num_blocks, _mask(batch))
+            return ForwardOutput(self._graphs.run(batch, RowTensors.of(batch.rows, batch.block_tables, _mask(batch))))
+        with self._cuda.on_stream() if self._cuda else nullcontext():
+            return self._launch(batch)
+
+    def _launch(self, batch: ForwardBatch) -> ForwardOutput:
         parts = fixed_rows(batch) if self._deterministic and batch.fan_out is None else []
         plans = [self._plan(part.batch) for part in parts] or [self._plan(batch)]
         if self._group is not None and self._group.leads:
             self._group.send(batch)  # after what it cannot run has been refused: followers get nothing they cannot run
         if not parts:
-            return ForwardOutput(self._logits(self._hidden(batch, plans[0])[batch.logit_rows.to(self._device)]))
+            return ForwardOutput(self._logits(self._hidden(batch, plans[0])[to_device(batch.logit_rows, self._device)]))
         logits = []
         for part, plan in zip(parts, plans, strict=True):
             hidden = self._hidden(part.batch, plan, part)
@@ -171,7 +211,7 @@ class PytorchEngine:
             batch.block_tables,
             self.block_size,
             self.num_blocks,
-            batch.positions if batch.fan_out is None else batch.fan_out,
+            _mask(batch),
             self._device,
         )
 
@@ -180,16 +220,22 @@ class PytorchEngine:
         token_ids, positions = batch.token_ids, batch.positions
         if part is not None:
             token_ids, positions = part.spread(token_ids), part.spread(positions)
+        token_ids, positions, slots = (to_device(rows, self._device) for rows in (token_ids, positions, batch.slots))
+        return self._states(token_ids, positions, _Step(self._pool, slots, plan, part))
+
+    def _states(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         with torch.inference_mode():
-            embedded = self._model.get_input_embeddings()(token_ids.to(self._device)).to(self._dtype)
+            embedded = self._model.get_input_embeddings()(token_ids).to(self._dtype)
             output = self._model.base_model(
-                inputs_embeds=embedded[None],
-                position_ids=positions.to(self._device)[None],
-                use_cache=False,
-                step=_Step(self._pool, batch.slots.to(self._device), plan, part),
+                inputs_embeds=embedded[None], position_ids=positions[None], use_cache=False, step=step
             )
             hidden: Tensor = output.last_hidden_state[0]
             return hidden
+
+    def _compute(self, inputs: GraphInputs) -> Tensor:
+        """Logits of all rows, by launches alone: nothing of them is decided on the host."""
+        step = _Step(self._pool, inputs.slots, self._plan_graph(inputs.rows), None)
+        return self._logits(self._states(inputs.token_ids, inputs.positions, step))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] -> [L, vocab_size], in float32 or wider."""
@@ -214,6 +260,17 @@ def _planner(device: torch.device, deterministic: bool) -> Callable[..., Plan]:
     from saguaro.plugins.triton_lang import plan_kernel  # the language comes with torch's CUDA builds only
 
     return plan_kernel
+
+
+def _graph_planner(device: torch.device) -> Callable[[RowTensors], Plan]:
+    """How a graph computes attention: by what its rows' tensors hold when it is replayed."""
+    from saguaro.plugins.triton_lang import plan_tensors
+
+    return partial(plan_tensors, device=device)
+
+
+def _mask(batch: ForwardBatch) -> Tensor | FanOutMask:
+    return batch.positions if batch.fan_out is None else batch.fan_out
 
 
 def memory_needed(

@@ -56,6 +56,7 @@ class ModelConfig:
     # GPUs as nvidia-smi counts them, one for each share of the model, or `auto`. None: `auto` for an engine that is
     # compiled for GPUs; the CPU for `pytorch`
     devices: tuple[int, ...] | Literal["auto"] | None = None
+    cuda_graphs: bool = True  # of the engine `pytorch` on a GPU; off for diagnosis
     kv_tokens: int = 16384
     block_size: int = 16
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -153,13 +154,15 @@ def run(role: str, plan: LaunchPlan, runtime: Path, rank: int, ranks: int) -> No
     # What is imported and loaded from here on lives as long as the process. To look through it again and again takes a
     # tenth of the start, and later on each look would hold up a round.
     gc.disable()
+    options: dict[str, Any] = {"device": device} if device.type == "cuda" else {}
     engine = load_engine(
         Path(part.engine),
         block_size=part.model.block_size,
         num_blocks=part.model.num_blocks,
         group=group,
-        **({"device": device} if device.type == "cuda" else {}),
         deterministic=role == "target" and plan.config.speculation.deterministic,
+        graphs=part.model.cuda_graphs,
+        **options,
     )
     gc.freeze()
     gc.enable()

@@ -40,11 +40,13 @@ from saguaro.orchestrator.scores import (
     checked_best,
     filtered,
     needs_history,
+    or_zero,
     scaled,
     survivors,
     top,
 )
 from saguaro.orchestrator.types import Outcome, RequestSampling, Rule, SparseProbs, Speculation
+from saguaro.plugins.transfers import to_host
 
 __all__ = [
     "Candidates",
@@ -231,7 +233,7 @@ def cache_aware(probs: Probs, fan_out: int, scale: Any) -> Probs:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The draft's best tokens at each of R rows, in order of preference."""
+    """The draft's best tokens at each of R rows, in order of preference. In the host's memory."""
 
     ids: Tensor  # [R, width] int64
     probs: Tensor | None  # [R, width] float64, each row sums to 1: to be drawn from. None: take the first id
@@ -265,7 +267,7 @@ def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence:
     The chain is the target's, with the filters on the best `width` alone. Ranked by score (temperature 0), by score
     and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. The
     confidence is that before the filters, at temperature 1 for greedy decoding. Raises EngineError if the model
-    returned no numbers.
+    returned no numbers. Logits on a device are reduced there, and read once for each group of equal filters.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     counts = [len(query.tails) for query in queries]
@@ -292,8 +294,13 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
     """For all rows of queries with equal filters, from their adjusted logits."""
     params = queries[0].request.params
     values, ids = top(table, min(queries[0].width, table.shape[-1]))
+    sure = None
+    if confidence:
+        sure = scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1)
+    # All that is needed of the vocabulary: read once, where it is on a device.
+    values, ids, *read = to_host(values, ids, *([] if sure is None else [sure]))
+    sure = read[0] if read else None
     best = checked_best(values[:, :1])
-    sure = (scaled(table, best, params.temperature or 1.0).softmax(-1).amax(-1)) if confidence else None
     if params.temperature == 0:
         return Candidates(ids, None, sure)
     values = scaled(values, best, params.temperature)
@@ -303,12 +310,12 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
     if rule == "ratio":
         kept = values.masked_fill(~keep, -math.inf)
         return Candidates(ids, torch.softmax(kept, -1, dtype=torch.float64), sure)
-    tokens = ids.cpu().numpy()
+    tokens = ids.numpy()
     seeds = np.array([[query.request.seed] for query in queries for _ in query.tails], np.uint64)
     positions = np.array([[len(query.context) + len(tail)] for query in queries for tail in query.tails])
-    totals = values.cpu().numpy() + gumbel(seeds, positions, tokens)
-    order = np.lexsort((-totals, ~keep.cpu().numpy()))
-    return Candidates(torch.from_numpy(np.take_along_axis(tokens, order, -1)).to(ids.device), None, sure)
+    totals = values.numpy() + gumbel(seeds, positions, tokens)
+    order = np.lexsort((-totals, ~keep.numpy()))
+    return Candidates(torch.from_numpy(np.take_along_axis(tokens, order, -1)), None, sure)
 
 
 def draw_draft(
@@ -321,9 +328,9 @@ def draw_draft(
     """
     if candidates.probs is None:
         raise ValueError("these candidates carry no probabilities: take the first id")
-    probs = cache_aware(candidates.probs[row].cpu().numpy(), fan_out, scale)
+    probs = cache_aware(candidates.probs[row].numpy(), fan_out, scale)
     support = np.flatnonzero(probs)
-    ids, probs = candidates.ids[row].cpu().numpy()[support].tolist(), probs[support]
+    ids, probs = candidates.ids[row].numpy()[support].tolist(), probs[support]
     return ids[draw(probs, u)], SparseProbs(tuple(ids), tuple(probs.tolist()))
 
 

@@ -171,6 +171,11 @@ def checked_best(best: Tensor) -> Tensor:
             "the model returned logits that are not finite numbers (NaN or infinity); its weights or its quantisation "
             "are damaged: verify the engine directory, or rebuild it with a wider dtype"
         )
+    return or_zero(best)
+
+
+def or_zero(best: Tensor) -> Tensor:
+    """The same, 0 for a row without any token."""
     return best.masked_fill(best == -math.inf, 0)
 
 

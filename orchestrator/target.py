@@ -16,6 +16,7 @@ from saguaro.orchestrator import sampling
 from saguaro.orchestrator.logprobs import token_logprobs
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import Mode, Outcome, Rule, SamplingParams, Speculation
+from saguaro.plugins.transfers import to_host
 
 
 class Target(Sizes, Protocol):
@@ -71,7 +72,7 @@ class EngineTarget:
             wanted,
             self.block_size,
         )
-        logits = self._engine.forward(batch).logits
+        (logits,) = to_host(self._engine.forward(batch).logits)  # the one wait for a device: all that follows is here
         outcomes: dict[int, Outcome | SaguaroError | None] = dict.fromkeys(range(len(sequences)))
         trials: dict[int, sampling.Trial] = {}
         for index, (sequence, speculation) in enumerate(zip(sequences, speculations, strict=True)):
@@ -107,5 +108,5 @@ def _trial(sequence: Sequence, speculation: Speculation, logits: Tensor) -> samp
     tokens, allowed = speculation.tokens, None
     if sequence.grammar:
         tails = [tokens[:k] for k in range(len(tokens) + 1)]
-        allowed = sequence.grammar.masks(tails, logits.shape[1]).to(logits.device)
+        allowed = sequence.grammar.masks(tails, logits.shape[1])
     return sampling.Trial(sequence.request, sequence.tokens, speculation, allowed)

@@ -15,8 +15,17 @@ from torch import Tensor
 
 from saguaro.errors import EngineError
 from saguaro.plugins.fan_out_mask import FanOutMask
+from saguaro.plugins.transfers import to_device
 
 SEQUENCE_FIELDS = ("prefix", "trunk", "branches", "steps", "first row", "rows")
+# `RowTensors` by name, all int32, as kernels take them. A letter is a size: S sequences, N rows, W blocks of the
+# longest block table. A compiled network leaves all of them open.
+MASK: dict[str, tuple[int | str, ...]] = {
+    "block_table": ("S", "W"),
+    "sequences": ("S", len(SEQUENCE_FIELDS)),
+    "fork": ("N",),
+    "branch": ("N",),
+}
 _ALIGNED = 4  # int32s: where a tensor starts inside the packed one, since kernels read 16 bytes at a time
 
 
@@ -67,9 +76,7 @@ def _to_device(tensors: Sequence[Tensor], device: torch.device | str) -> list[Te
         flat = tensor.flatten().to(torch.int32)
         sizes.append(-(-len(flat) // _ALIGNED) * _ALIGNED)
         parts.append(torch.nn.functional.pad(flat, (0, sizes[-1] - len(flat))))
-    packed = torch.cat(parts)
-    if torch.device(device).type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    packed = to_device(torch.cat(parts), device)
     return [part[: t.numel()].view(t.shape) for part, t in zip(packed.split(sizes), tensors, strict=True)]
 
 

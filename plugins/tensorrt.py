@@ -35,16 +35,9 @@ import torch
 
 from saguaro.errors import EngineError
 from saguaro.plugins import triton_lang
+from saguaro.plugins.rows import MASK
 from saguaro.plugins.variant import Variant
 
-# What the attention reads of a forward, `RowTensors` by name, all int32. A letter is a size: S sequences, N rows, W
-# blocks of the longest block table, of which the network leaves all open.
-MASK: dict[str, tuple[int | str, ...]] = {
-    "block_table": ("S", "W"),
-    "sequences": ("S", 6),
-    "fork": ("N",),
-    "branch": ("N",),
-}
 TORCH = {
     trt.DataType.FLOAT: torch.float32,
     trt.DataType.HALF: torch.float16,

@@ -282,6 +282,7 @@ class KernelPlan:
     """What every layer of one forward on a GPU needs to know of rows, blocks and mask."""
 
     rows: RowTensors
+    sequences: int  # for how many of them the columns are split, so that all processors have work
     processors: int  # of the device
 
     def attend(self, query: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float) -> Tensor:
@@ -289,7 +290,7 @@ class KernelPlan:
         _, heads, dim = query.shape
         _, block_size, kv_heads, _ = key_pool.shape
         variant = Variant(query.dtype, heads, kv_heads, dim, block_size, scale, self.rows.most_rows)
-        variant = variant.split_for(len(self.rows.sequences), self.rows.most_columns, self.processors)
+        variant = variant.split_for(self.sequences, self.rows.most_columns, self.processors)
         query = query.contiguous()
         output = torch.empty_like(query)
         launch(variant, self.rows, query, key_pool, value_pool, output, Workspace.of(variant, len(query), query.device))
@@ -306,8 +307,19 @@ def plan_kernel(
 ) -> KernelPlan:
     """The kernel's `plan_attention`: same arguments, same errors."""
     check_rows(rows, block_tables, block_size, num_blocks, mask)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return KernelPlan(RowTensors.of(rows, block_tables, mask, device), processors)
+    return KernelPlan(RowTensors.of(rows, block_tables, mask, device), len(rows), _processors(device))
+
+
+def plan_tensors(rows: RowTensors, device: torch.device) -> KernelPlan:
+    """The plan of a graph, whose tensors hold other rows at every replay: any split of N rows among N sequences.
+
+    Columns are split as for one sequence with all rows. More sequences need fewer parts; empty ones cost little.
+    """
+    return KernelPlan(rows, 1, _processors(device))
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
 
 from attention_cases import Case, causal_case, fan_out_case, random_case
+from cuda_stand_in import Stream
+from saguaro.engines import cuda_graphs
 from saguaro.engines.base import causal_batch, fan_out_batch
 from saguaro.engines.pytorch import PytorchEngine
+from saguaro.plugins import triton_lang
 from saguaro.plugins.fan_out import FanOut
 from saguaro.plugins.rows import RowTensors
 from saguaro.plugins.triton_lang import Workspace, launch, plan_kernel
@@ -162,6 +165,25 @@ def test_an_engine_computes_the_same_logits_with_the_kernel() -> None:
     for batch in (trunks, branches):
         torch_path, kernel = (engine.forward(batch).logits for engine in engines)
         torch.testing.assert_close(kernel, torch_path, rtol=0, atol=1e-4 * float(torch_path.abs().max()))
+
+
+def test_an_engine_s_graphs_compute_the_same_logits_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded to 8 rows and 8 sequences, at two depths, by one plan that was made before any of the batches."""
+    monkeypatch.setattr(cuda_graphs, "MAX_ROWS", 8)
+    monkeypatch.setattr(triton_lang, "_processors", lambda device: 16)  # so that columns are split
+    sizes = {"vocab_size": 500, "max_model_len": 128, "block_size": 4, "num_blocks": 40}
+    plain = PytorchEngine(tiny_model("qwen3", num_hidden_layers=2), **sizes)
+    stream = Stream()
+    graphs = PytorchEngine(tiny_model("qwen3", num_hidden_layers=2), cuda=stream, **sizes)  # type: ignore[arg-type]
+    tables = [[7, 3, 21, 4, 9], [30, 2, 11, 12, 39]]
+    fan_outs = [FanOut((2, 0, 1)), FanOut((0, 2))]
+    batches = [causal_batch([range(5, 9), range(40, 43)], [0, 0], tables, [4, 3], 4)]
+    batches += [fan_out_batch(torch.arange(100, 105), fan_outs, [4, 3], tables, depth, 4) for depth in (0, 1)]
+    batches += [causal_batch([[9]], [3], tables[1:], [1], 4)]
+    for batch in batches:
+        expected, found = (engine.forward(batch).logits for engine in (plain, graphs))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    assert stream.log.count("replay") == len(batches)
 
 
 @pytest.mark.parametrize("window", [1, 3, 7])

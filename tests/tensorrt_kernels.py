@@ -22,6 +22,7 @@ from tensorrt_stub import load_tensorrt
 trt = load_tensorrt()
 
 from saguaro.plugins import tensorrt as plugin  # noqa: E402
+from saguaro.plugins.rows import MASK  # noqa: E402
 from tensorrt_network import Network  # noqa: E402
 from test_tensorrt import Draft, batches, pytestmark, pytorch  # noqa: E402, F401
 from tiny_models import tiny_model  # noqa: E402
@@ -86,7 +87,7 @@ def test_made_up_inputs_harm_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         names = ("key", "value", "slots", "key_pool", "value_pool")
         options = {"capability": 90, "ahead_of_time": False}
         pools = plugin.update_kv(network, *(inputs[name] for name in names), **options)
-        mask = [inputs[name] for name in plugin.MASK]
+        mask = [inputs[name] for name in MASK]
         output = plugin.fan_out_attention(
             network, inputs["query"], *pools, *mask, scale=1.0, usual_rows=2, splits=2, window=7 * (draw % 2), **options
         )

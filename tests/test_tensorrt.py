@@ -31,8 +31,8 @@ triton = pytest.importorskip(
 )
 trt = load_tensorrt()
 
+from saguaro.engines.inputs import parts  # noqa: E402
 from saguaro.engines.tensorrt import network as engine  # noqa: E402
-from saguaro.engines.tensorrt.inputs import parts  # noqa: E402
 from saguaro.plugins import tensorrt as plugin  # noqa: E402
 from tensorrt_network import Builder, Expressions, Network, Recorder, describe, descriptions  # noqa: E402
 from tensorrt_runtime import compiled  # noqa: E402

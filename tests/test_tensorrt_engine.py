@@ -43,10 +43,10 @@ from saguaro.build import driver  # noqa: E402
 from saguaro.build.recipe import Recipe, TensorrtOptions, Tiny  # noqa: E402
 from saguaro.build.tensorrt import TensorrtBuild  # noqa: E402
 from saguaro.build.tiny import TinyWeights  # noqa: E402
+from saguaro.engines.cuda import Cuda  # noqa: E402
+from saguaro.engines.inputs import INPUTS, Layout, parts  # noqa: E402
 from saguaro.engines.tensorrt import engine as runtime  # noqa: E402
-from saguaro.engines.tensorrt.cuda import Cuda  # noqa: E402
 from saguaro.engines.tensorrt.engine import TensorrtEngine  # noqa: E402
-from saguaro.engines.tensorrt.inputs import INPUTS, Layout, parts  # noqa: E402
 from saguaro.engines.tensorrt.log import Log  # noqa: E402
 from tensorrt_network import Builder  # noqa: E402
 from tensorrt_runtime import Context, Runtime, Stream, engine_of  # noqa: E402
@@ -428,6 +428,7 @@ def test_the_description_has_tensorrt_llms_keys(tmp_path: Path) -> None:
         ({"block_size": 16}, "compiled for KV blocks of 4 tokens, .* block_size 16. Set it to 4"),
         ({"num_blocks": 65}, "asks for 65 KV blocks, but the engine was compiled for 64"),
         ({"deterministic": True}, "speculation.deterministic is set"),
+        ({"graphs": False}, "cuda_graphs is false"),
     ],
 )
 def test_a_deployment_that_does_not_fit_the_engine_is_refused(
@@ -565,9 +566,23 @@ def test_the_stream_is_in_order_with_the_callers(monkeypatch: pytest.MonkeyPatch
     log.set_device.assert_called_once_with(cuda.device)
     with cuda.on_stream():
         replay = cuda.capture(log.enqueue)
+        cuda.capture(log.other)
     names = [name for name, _, _ in log.mock_calls]
-    assert names == ["set_device", "own_waits_for", "begin", "enqueue", "end", "caller_waits_for"]
-    assert captured.call_args.kwargs == {"stream": own}
+    assert names == [
+        "set_device",
+        "own_waits_for",
+        "begin",
+        "enqueue",
+        "end",
+        "begin",
+        "other",
+        "end",
+        "caller_waits_for",
+    ]
+    # All graphs share the memory of the first.
+    pools = [call.kwargs.pop("pool") for call in captured.call_args_list]
+    assert pools == [None, graph.pool.return_value]
+    assert [call.kwargs for call in captured.call_args_list] == [{"stream": own}] * 2
     own.wait_stream.assert_called_once_with(caller)
     caller.wait_stream.assert_called_once_with(own)
     replay()

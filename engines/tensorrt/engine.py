@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
+from saguaro.engines.cuda import Cuda
+from saguaro.engines.inputs import INPUTS, Layout, Part, parts
 from saguaro.engines.kv_pool import require_memory
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.tensor_parallel import TensorParallel
-from saguaro.engines.tensorrt.cuda import Cuda
-from saguaro.engines.tensorrt.inputs import INPUTS, Layout, Part, parts
 from saguaro.engines.tensorrt.log import Log
 from saguaro.errors import EngineError
 from saguaro.plugins.rows import RowTensors, check_rows

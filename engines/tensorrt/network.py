@@ -2,7 +2,7 @@
 
 The network takes what a `ForwardBatch` holds and nothing else, so one engine serves prefill, trunks and branches:
 
-    inputs   token_ids, positions, slots [N] · logit_rows [L] · those of the attention (`plugins/tensorrt.py: MASK`)
+    inputs   token_ids, positions, slots [N] · logit_rows [L] · those of the attention (`plugins/rows.py: MASK`)
              key_pool.I, value_pool.I [num_blocks, block_size, KV heads, head dim] of each layer I, updated in place
     outputs  logits [L, vocab_size] float32 · key_pool.I.updated, value_pool.I.updated: bind them to the input's memory
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from saguaro.engines.checkpoint import check_config
-from saguaro.engines.tensorrt.inputs import INPUTS
+from saguaro.engines.inputs import INPUTS
 from saguaro.errors import EngineError
 from saguaro.plugins import tensorrt as plugin
+from saguaro.plugins.rows import MASK
 
 TYPES = {dtype: kind for kind, dtype in plugin.TORCH.items()}
 _PLUGIN_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -125,7 +126,7 @@ class DraftNetwork:
         base = self._model.base_model
         inputs = {name: self._input(name, torch.int32, shape) for name, shape in INPUTS.items()}
         token_ids, slots, logit_rows = (inputs[name] for name in ("token_ids", "slots", "logit_rows"))
-        mask = [inputs[name] for name in plugin.MASK]
+        mask = [inputs[name] for name in MASK]
         rotation = self._rotation(inputs["positions"])
 
         # Rows for padding of the vocabulary are left out, of the head too: a tied one stays the same constant.

@@ -163,7 +163,7 @@ def large_engine(model: Any, kept: list[int] | None) -> tuple[Any, dict[str, flo
     import tensorrt as trt
 
     from saguaro.build.tensorrt import compile_network
-    from saguaro.engines.tensorrt.cuda import Cuda
+    from saguaro.engines.cuda import Cuda
     from saguaro.engines.tensorrt.engine import TensorrtEngine
     from saguaro.engines.tensorrt.log import Log
     from saguaro.engines.tensorrt.network import DraftNetwork, Limits

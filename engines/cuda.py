@@ -1,6 +1,7 @@
-"""The GPU as the TensorRT engine uses it: one stream, uploads to it, and graphs of what is enqueued on it.
+"""The GPU as an engine uses it: one stream, uploads to it, and graphs of what is enqueued on it.
 
-All that the engine asks of CUDA is here, through torch, so that its loop can be run without a GPU on a stand-in.
+All that is asked of streams and graphs is here, through torch, so that an engine's loop can be run without a GPU on a
+stand-in.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Cuda:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(self.device)
         self._stream = torch.cuda.Stream(self.device)
+        self._graph: torch.cuda.CUDAGraph | None = None  # the last one captured, whose memory the next one shares
 
     @property
     def capability(self) -> str:
@@ -47,9 +49,15 @@ class Cuda:
         target.copy_(source.pin_memory(), non_blocking=True)
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        """A function that repeats, in one launch, what `enqueue` enqueues. Called within `on_stream`."""
+        """A function that repeats, in one launch, what `enqueue` enqueues. Called within `on_stream`.
+
+        What a first run compiles or loads cannot be captured: `enqueue` has run before. What torch allocates inside is
+        shared by all graphs of this object, which run one after the other: what one has left there is gone with the
+        next replay.
+        """
         graph = torch.cuda.CUDAGraph()
         self._stream.synchronize()
-        with torch.cuda.graph(graph, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._graph.pool() if self._graph else None, stream=self._stream):
             enqueue()
+        self._graph = graph
         return graph.replay

@@ -1,8 +1,8 @@
-"""The network's small inputs: what a `ForwardBatch` holds as int32 tensors, cut, padded and laid out in one buffer.
+"""The small inputs of a forward: what a `ForwardBatch` holds as int32 tensors, cut, padded and laid out in one buffer.
 
-A forward of the engine has as many rows and sequences as it was compiled for, at most; a larger batch is cut into parts
-that run one after the other. The rows of a part come in the batch's order, and each of them sees only columns that were
-written before or by rows of its own part, so that nothing changes but the time.
+A compiled or captured forward has as many rows and sequences as it was made for, at most; a larger batch is cut into
+parts that run one after the other. The rows of a part come in the batch's order, and each of them sees only columns
+that were written before or by rows of its own part, so that nothing changes but the time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from saguaro.engines.base import ForwardBatch
-from saguaro.plugins.rows import RowTensors
-from saguaro.plugins.tensorrt import MASK
+from saguaro.plugins.rows import MASK, RowTensors
 
 # By name, all int32. A letter is a size: N rows, L of them with logits, S sequences, W blocks of a table.
 INPUTS: Mapping[str, tuple[int | str, ...]] = {
@@ -78,11 +77,11 @@ def _part(batch: ForwardBatch, rows: RowTensors, part: range, of: slice, width: 
 
 
 class Layout:
-    """Where inputs of given sizes lie in one int32 buffer."""
+    """Where `inputs` (names and shapes) of given sizes lie in one int32 buffer, one after the other."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], inputs: Mapping[str, tuple[int | str, ...]] = INPUTS) -> None:
         self.shapes = {
-            name: tuple(n if isinstance(n, int) else sizes[n] for n in shape) for name, shape in INPUTS.items()
+            name: tuple(n if isinstance(n, int) else sizes[n] for n in shape) for name, shape in inputs.items()
         }
         self.offsets: dict[str, int] = {}  # in int32s
         self.size = 0  # likewise
