@@ -71,10 +71,10 @@ def bench(
     with ExitStack() as stack:
         line = stack.enter_context(console.status("starting the deployment"))
         llms: dict[Placement, LLM] = {
-            placement: stack.enter_context(LLM(_placed(config, placement, plan, path), store=store))
+            placement: stack.enter_context(LLM(placed(config, placement, plan, path), store=store))
             for placement in plan.placements
         }
-        runs, sweep = measure(plan, llms, _devices(config, path, store), line.update)
+        runs, sweep = measure(plan, llms, devices_of(config, path, store), line.update)
         shown = next((run.setting for run in runs if run.setting.mode == plan.modes[-1]), runs[0].setting)
         line.update("one answer with a trace")
         first_text = next(iter(plan.prompts.values()))[0]
@@ -82,7 +82,7 @@ def bench(
     document = report(runs, sweep) | about(config.name)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    drawn = speed_plots.draw(runs, spans, out)
+    drawn = speed_plots.draw(document["runs"], spans, out)
     if as_json:
         Console().print_json(data=document)
         return
@@ -126,7 +126,7 @@ def report(runs: Sequence[SpeedRun], sweep: Sequence[SpeedRun]) -> dict[str, Any
     }
 
 
-def about(deployment: str) -> dict[str, Any]:
+def about(deployment: str, program: str = "saguaro") -> dict[str, Any]:
     """Where and how it was measured."""
     cpu = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "").partition(":")[2]
     return {
@@ -139,7 +139,7 @@ def about(deployment: str) -> dict[str, Any]:
         },
         "versions": {"saguaro": saguaro.__version__, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers")},
-        "command": shlex.join(["saguaro", *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
     }
 
 
@@ -150,7 +150,7 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _placed(config: DeploymentConfig, placement: Placement, plan: SpeedPlan, path: Path) -> DeploymentConfig:
+def placed(config: DeploymentConfig, placement: Placement, plan: SpeedPlan, path: Path) -> DeploymentConfig:
     """The deployment with room for every batch and lookahead of the plan, on cores of its own or on all of them."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
 
@@ -169,7 +169,7 @@ def _placed(config: DeploymentConfig, placement: Placement, plan: SpeedPlan, pat
     )
 
 
-def _devices(config: DeploymentConfig, path: Path, store: Path) -> dict[Mode, int]:
+def devices_of(config: DeploymentConfig, path: Path, store: Path) -> dict[Mode, int]:
     """Ranks that each mode needs: the draft's devices count, also where they only draft."""
     target, draft = (Manifest.load(part).tp if part else 0 for part in build_engines(config, path, store))
     return {"ar": target, "sd": target + draft, "ssd": target + draft}

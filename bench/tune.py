@@ -250,10 +250,11 @@ class Judge:
     def figures(self, setting: SpeculationConfig) -> Figures:
         """Rounds by text; those of `ratio` several times."""
         if setting not in self._played:
-            self._played[setting] = self._play(setting)
+            self._played[setting] = Figures.of(self.rounds(setting))
         return self._played[setting]
 
-    def _play(self, setting: SpeculationConfig) -> Figures:
+    def rounds(self, setting: SpeculationConfig) -> list[list[Played]]:
+        """By text, of all its plays."""
         estimators = Estimators(setting.prior)
         texts = TEXT_BACKUPS if setting.mode == "ssd" else ()
         drafter = None
@@ -274,7 +275,7 @@ class Judge:
             scored = scores.get(setting.rule, scores["coupled"])
             plays = _PLAYS if scored.weighed is not None else 1
             rounds.append([played for _ in range(plays) for played in player.play(scored, number, draws)])
-        return Figures.of(rounds)
+        return rounds
 
     def judge(self, setting: SpeculationConfig, beside: SpeculationConfig | None = None) -> Choice:
         """`beside`: whose hit rate the gain is over."""

@@ -21,9 +21,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 import saguaro
 from saguaro.bench import tune
 from saguaro.bench.load import read_prompts, shipped_prompts
-from saguaro.bench.replay import Text
+from saguaro.bench.replay import Scored, Text
 from saguaro.bench.tune_report import Run, check_figure, plot, tables
 from saguaro.engines import load_engine
+from saguaro.engines.base import Engine
 from saguaro.engines.manifest import Manifest
 from saguaro.errors import ConfigError
 from saguaro.llm import LLM, anchored, build_engines
@@ -34,7 +35,7 @@ from saguaro.orchestrator.config import (
     find_deployment,
     read_deployment,
 )
-from saguaro.orchestrator.types import Mode, RequestSampling, SamplingParams
+from saguaro.orchestrator.types import Mode, RequestSampling, Rule, SamplingParams
 
 _BLOCK = 16
 # Shares of the time: until when answers are taken, looked at, and forwards timed; the rest confirms.
@@ -128,16 +129,8 @@ def _measure(
 ) -> dict[str, Any]:
     start = time.monotonic()
     base = config.speculation
-    with LLM(config, store=store) as llm:
-        answers = _answers(llm, plan, config.serving.max_sequences, start + _ANSWERS * plan.seconds, bar)
-        prompts = [llm.encode([{"role": "user", "content": text}]) for text in plan.prompts]
-    longest = max(len(text.prompt) + len(text.answer) for texts in answers for text in texts)
-    columns = longest + max(plan.lookaheads) + max(plan.budgets) + 1
-    engines = [load_engine(path, block_size=_BLOCK, num_blocks=-(-columns // _BLOCK)) for path in (target, draft)]
-    width = max(base.width, max(plan.budgets) + 2)
-    torch.set_num_threads(config.target.threads)
-    scored = tune.score_texts(engines[1], engines[0], answers, width, start + _SCORED * plan.seconds, bar)
-    text = max((t for texts in answers[-1:] for t in texts), key=lambda t: len(t.answer))
+    scored, engines, prompts = score_answers(config, (target, draft), store, plan, start, bar)
+    text = max((s["coupled"].text for s in scored[-1]), key=lambda t: len(t.answer))
     if len(text.answer) < max(plan.lookaheads):
         raise ConfigError(
             f"no answer at temperature {plan.temperatures[-1]:g} has {max(plan.lookaheads)} tokens: give prompts "
@@ -173,7 +166,25 @@ def _measure(
     }
 
 
-def _answers(llm: LLM, plan: TunePlan, wave: int, deadline: float, bar: _Bar) -> list[list[Text]]:
+def score_answers(
+    config: DeploymentConfig, models: tuple[Path, Path], store: Path, plan: TunePlan, start: float, bar: tune.Progress
+) -> tuple[list[list[dict[Rule, Scored]]], list[Engine], list[list[int]]]:
+    """Answers of the deployment and what target and draft think of them, by temperature; both engines, with room for
+    every lookahead and budget of the plan; the plan's prompts as tokens.
+    """
+    with LLM(config, store=store) as llm:
+        answers = _answers(llm, plan, config.serving.max_sequences, start + _ANSWERS * plan.seconds, bar)
+        prompts = [llm.encode([{"role": "user", "content": text}]) for text in plan.prompts]
+    longest = max(len(text.prompt) + len(text.answer) for texts in answers for text in texts)
+    columns = longest + max(plan.lookaheads) + max(plan.budgets) + 1
+    engines = [load_engine(path, block_size=_BLOCK, num_blocks=-(-columns // _BLOCK)) for path in models]
+    width = max(config.speculation.width, max(plan.budgets) + 2)
+    torch.set_num_threads(config.target.threads)
+    scored = tune.score_texts(engines[1], engines[0], answers, width, start + _SCORED * plan.seconds, bar)
+    return scored, engines, prompts
+
+
+def _answers(llm: LLM, plan: TunePlan, wave: int, deadline: float, bar: tune.Progress) -> list[list[Text]]:
     """By temperature. Several prompts at a time, as many waves as there is time for, one at least."""
     found: list[list[Text]] = [[] for _ in plan.temperatures]
     began = time.monotonic()

@@ -119,13 +119,19 @@ class GuessCurve:
         enough = int(np.count_nonzero(misses > 1e-9))
         if enough < 2:
             return None
-        x, y, weights = np.log(np.arange(1, enough + 1)), np.log(misses[:enough]), trials[:enough]
-        mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
-        slope = float(weights @ ((x - mean_x) * (y - mean_y)) / (weights @ (x - mean_x) ** 2))
-        scale = math.exp(mean_y - slope * mean_x)
-        spread = float(weights @ (y - mean_y) ** 2)
-        rest = float(weights @ (y - mean_y - slope * (x - mean_x)) ** 2)
-        return Fit(MissCurve(min(1.0, scale), max(0.0, -slope)), 1 - rest / spread if spread > 0 else 1.0, enough)
+        return power_law(range(1, enough + 1), misses[:enough].tolist(), trials[:enough].tolist())
+
+
+def power_law(guesses: Sequence[int], misses: Sequence[float], weights: Sequence[float]) -> Fit:
+    """c F^-r through at least two points, all of which are above 0."""
+    x, y, w = np.log(guesses), np.log(misses), np.asarray(weights)
+    mean_x, mean_y = np.average(x, weights=w), np.average(y, weights=w)
+    slope = float(w @ ((x - mean_x) * (y - mean_y)) / (w @ (x - mean_x) ** 2))
+    scale = math.exp(mean_y - slope * mean_x)
+    spread = float(w @ (y - mean_y) ** 2)
+    rest = float(w @ (y - mean_y - slope * (x - mean_x)) ** 2)
+    curve = MissCurve(min(1.0, scale), max(0.0, -slope))
+    return Fit(curve, 1 - rest / spread if spread > 0 else 1.0, len(guesses))
 
 
 class Estimate:
