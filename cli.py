@@ -216,7 +216,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         sd_lookaheads=arguments.sd_lookahead,
         batches=arguments.batch,
         temperatures=arguments.temperature,
-        placements=arguments.placement,
+        placements=["own", "all"] if "both" in arguments.placement else arguments.placement,
         max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,
     )
@@ -564,8 +564,8 @@ def _parser() -> argparse.ArgumentParser:
         "--placement",
         nargs="+",
         default=["own"],
-        choices=("own", "all"),
-        help="own: each model on cores of its own (default); all: both on all cores",
+        choices=("own", "all", "both"),
+        help="own: each model on cores of its own (default); all: both on all cores; both: either",
     )
     bench.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")
     bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of each answer (default 96)")

@@ -116,7 +116,11 @@ def main() -> None:
     result = {
         "deployment": state.name,
         "max_tokens": arguments.max_tokens,
-        "median_ratio": round(ratio, 4),
+        "median_ratio": round(ratio, 4),  # of the latencies: above 1 where Triton takes longer
+        "tokens_per_second": {
+            way: round(arguments.max_tokens / statistics.median(run[way] for run in runs), 2)
+            for way in ("client", "triton")
+        },
         "runs": runs,
     }
     Console().print_json(data=result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -26,6 +27,9 @@ from saguaro.orchestrator.types import MODES, Mode, SamplingParams
 Placement = Literal["own", "all"]
 PLACEMENTS: tuple[Placement, ...] = ("own", "all")
 _IDLE = "saguaro_speculator_idle_seconds_total"
+_DRAFTED = "saguaro_draft_tokens_total"
+_ACCEPTED = "saguaro_accepted_tokens_total"
+_FAN_OUT = "saguaro_fan_out"
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Figures:
     verify_ms: float | None
     wait_ms: float | None
     idle_ms: float | None  # of the speculator, per round
+    branches: float | None  # prepared for a sequence in a round: ΣF_k of the list in force after a hit
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class SpeedRun:
     figures: Figures
     tokens: tuple[tuple[int, ...], ...]  # of each answer
     near_ties: tuple[tuple[int, ...], ...]
+    drafted: tuple[int, ...] = ()  # draft tokens that were verified, by place in the speculation
+    accepted: tuple[int, ...] = ()
 
 
 def prompts_by_kind(per_kind: int | None = None) -> dict[str, tuple[str, ...]]:
@@ -152,16 +159,25 @@ def _runs(
             setting = settings[(turn + place) % len(settings)]
             progress(f"{kind}, {repeat + 1} of {repeats}: {setting}")
             llm = llms[setting.placement]
-            before = _idle(llm)
+            before = _counters(llm)
             results = _batch(plan, setting, llm, plan.prompts[kind], repeat)
-            idle = (_idle(llm) - before) / max(1, max(result.stats.rounds for result in results)) * 1e3
+            after = _counters(llm)
+            counted = after - before
+            idle = counted[_IDLE, ""] / max(1, max(result.stats.rounds for result in results)) * 1e3
+            places = [str(place + 1) for place in range(setting.lookahead)]
             yield SpeedRun(
                 kind,
                 repeat,
                 setting,
-                _figures(results, idle if setting.mode != "ar" else None, devices[setting.mode]),
+                replace(
+                    _figures(results, devices[setting.mode]),
+                    idle_ms=idle if setting.mode != "ar" else None,
+                    branches=after[_FAN_OUT, ""] if setting.mode == "ssd" else None,
+                ),
                 tuple(tuple(result.token_ids) for result in results),
                 tuple(result.stats.near_ties for result in results),
+                tuple(int(counted[_DRAFTED, place]) for place in places),
+                tuple(int(counted[_ACCEPTED, place]) for place in places),
             )
 
 
@@ -180,17 +196,18 @@ def _batch(
     )
 
 
-def _idle(llm: LLM) -> float:
-    """Seconds the speculator has been idle so far."""
-    return next(
-        sample.value
-        for family in text_string_to_metric_families(llm.metrics())
-        for sample in family.samples
-        if sample.name == _IDLE
-    )
+def _counters(llm: LLM) -> Counter[tuple[str, str]]:
+    """By name and place in the speculation: seconds the speculator has been idle, draft tokens verified and accepted;
+    and ΣF_k, the list in force."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for family in text_string_to_metric_families(llm.metrics()):
+        for sample in family.samples:
+            if sample.name in (_IDLE, _FAN_OUT, _DRAFTED, _ACCEPTED):
+                counted[sample.name, sample.labels.get("position", "")] += sample.value  # type: ignore[assignment]
+    return counted
 
 
-def _figures(results: Sequence[Result], idle_ms: float | None, devices: int) -> Figures:
+def _figures(results: Sequence[Result], devices: int) -> Figures:
     """Means over the streams of one batch."""
 
     def mean(values: Iterator[float | None]) -> float | None:
@@ -213,7 +230,8 @@ def _figures(results: Sequence[Result], idle_ms: float | None, devices: int) -> 
         t_b=mean(s.t_b for s in stats),
         verify_ms=mean(s.verify_ms for s in stats),
         wait_ms=mean(s.wait_ms for s in stats),
-        idle_ms=idle_ms,
+        idle_ms=None,
+        branches=None,
     )
 
 

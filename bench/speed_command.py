@@ -8,13 +8,14 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +38,7 @@ from saguaro.bench.speed import (
 from saguaro.engines.manifest import Manifest
 from saguaro.llm import LLM, build_engines
 from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
+from saguaro.orchestrator.protocol import Span
 from saguaro.orchestrator.types import Mode
 
 _PAIRS: tuple[tuple[Mode, Mode], ...] = (("ssd", "sd"), ("ssd", "ar"), ("sd", "ar"))
@@ -68,18 +70,8 @@ def bench(
     texts = {"prompts": read_prompts(prompts)} if prompts else prompts_by_kind(1 if quick else None)
     plan = SpeedPlan(texts, config.speculation.max_lookahead, **wanted)
     console = Console(stderr=True)
-    with ExitStack() as stack:
-        line = stack.enter_context(console.status("starting the deployment"))
-        llms: dict[Placement, LLM] = {
-            placement: stack.enter_context(LLM(placed(config, placement, plan, path), store=store))
-            for placement in plan.placements
-        }
-        runs, sweep = measure(plan, llms, devices_of(config, path, store), line.update)
-        shown = next((run.setting for run in runs if run.setting.mode == plan.modes[-1]), runs[0].setting)
-        line.update("one answer with a trace")
-        first_text = next(iter(plan.prompts.values()))[0]
-        spans = timeline(llms[shown.placement], replace(shown, batch=1), first_text, plan.max_tokens)
-    document = report(runs, sweep) | about(config.name)
+    with console.status("starting the deployment") as line:
+        document, runs, spans = run_plan(config, path, store, plan, line.update)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     drawn = speed_plots.draw(document["runs"], spans, out)
@@ -99,6 +91,36 @@ def bench(
     console.print(f"written to {out}")
 
 
+def run_plan(
+    config: DeploymentConfig, path: Path, store: Path, plan: SpeedPlan, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], list[SpeedRun], tuple[Span, ...]]:
+    """Start a deployment (recipes are relative to its file, `path`), measure it, stop it: what was found, the runs it
+    rests on, and the spans of one answer."""
+    with ExitStack() as stack:
+        llms: dict[Placement, LLM] = {
+            placement: stack.enter_context(LLM(placed(config, placement, plan, path), store=store))
+            for placement in plan.placements
+        }
+        runs, sweep = measure(plan, llms, devices_of(config, path, store), progress)
+        curves = miss_curves(llms[plan.placements[0]].metrics())
+        shown = next((run.setting for run in runs if run.setting.mode == plan.modes[-1]), runs[0].setting)
+        progress("one answer with a trace")
+        first_text = next(iter(plan.prompts.values()))[0]
+        spans = timeline(llms[shown.placement], replace(shown, batch=1), first_text, plan.max_tokens)
+    return report(runs, sweep) | {"miss_curves": curves} | about(config.name), runs, spans
+
+
+def miss_curves(metrics: str) -> list[dict[str, Any]]:
+    """The fits c F^-r in a text of metrics: `after` a rejection or full acceptance, by what the speculation was and by
+    temperature."""
+    curves: dict[tuple[str, ...], dict[str, Any]] = {}
+    for family in text_string_to_metric_families(metrics):
+        figure = family.name.removeprefix("saguaro_miss_curve_")
+        for sample in family.samples if figure != family.name else ():
+            curves.setdefault(tuple(sample.labels.values()), dict(sample.labels))[figure] = sample.value
+    return list(curves.values())
+
+
 def report(runs: Sequence[SpeedRun], sweep: Sequence[SpeedRun]) -> dict[str, Any]:
     """`runs`: one object for each setting, medians over all its batches; `ratios`: medians of paired runs."""
     by_setting: dict[Setting, list[SpeedRun]] = {}
@@ -113,6 +135,8 @@ def report(runs: Sequence[SpeedRun], sweep: Sequence[SpeedRun]) -> dict[str, Any
             | {
                 "swept": setting not in chosen,  # only tried, to find sd's best lookahead
                 "repeats": len(group),
+                "drafted": _added(run.drafted for run in group),  # by place in the speculation
+                "accepted": _added(run.accepted for run in group),
                 "speeds": [round(run.figures.tokens_per_second or 0.0, 3) for run in group],
                 "kinds": {
                     kind: medians([run for run in group if run.kind == kind]).tokens_per_second
@@ -124,6 +148,10 @@ def report(runs: Sequence[SpeedRun], sweep: Sequence[SpeedRun]) -> dict[str, Any
         "ratios": [row for group in _comparable(runs) for row in _ratio_rows(group)],
         "greedy_answers_that_part": {"at_a_near_tie": near, "elsewhere": other},
     }
+
+
+def _added(counts: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(places) for places in zip(*counts, strict=True)]
 
 
 def about(deployment: str, program: str = "saguaro") -> dict[str, Any]:

@@ -4,7 +4,8 @@ often as stated. Everything around it (scheduler, channels, MPI jobs, Triton) is
 What follows a token is a pure function of (seed, position, token), so target and draft need not talk to each other:
 both know the target's candidates in their order, c_0, c_1, …, with probabilities p_j ∝ (1 + j)^-sharpness. A draft has
 the same order where it agrees, and otherwise finds c_0 behind others. Hence, at temperature 0, a draft token is
-accepted with probability `acceptance`, and after a rejection F guesses miss with probability c F^-r.
+accepted with probability `acceptance`, and after a rejection F guesses miss with probability c F^-r. Acceptance falls
+with temperature where the draft's sharpness is not the target's.
 """
 
 from __future__ import annotations

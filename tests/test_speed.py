@@ -179,3 +179,11 @@ def test_the_quick_bench_of_the_tiny_pair_runs(
     assert {row["ratio"] for row in document["ratios"]} == {"ssd/sd", "ssd/ar", "sd/ar"}
     assert document["command"] == "saguaro bench tiny"
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "speed.png", "timeline.png"}
+
+
+def test_both_placements_are_measured_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("saguaro.bench.speed_command.bench", lambda *_, **options: asked.append(options["placements"]))
+    for named in ("both", "all", "own all"):
+        assert cli.main(["bench", "tiny", "--placement", *named.split()]) == 0
+    assert asked == [["own", "all"], ["all"], ["own", "all"]]
