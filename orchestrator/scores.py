@@ -173,7 +173,8 @@ def near_ties(logits: Tensor, tolerance: float) -> list[int]:
     """Rows of [R, V] logits on the host in which another token comes within `tolerance` of the best."""
     table = logits.numpy()  # five times as fast as torch on a CPU
     close = np.flatnonzero(table >= table.max(1, keepdims=True) - tolerance) // table.shape[1]
-    return np.flatnonzero(np.bincount(close) > 1).tolist()
+    rows: list[int] = np.flatnonzero(np.bincount(close) > 1).tolist()
+    return rows
 
 
 def checked_best(best: Tensor) -> Tensor:
