@@ -91,7 +91,7 @@ def score(draft: torch.Tensor, target: torch.Tensor | None, text: Text, rule: Ru
     """From both models' `answer_logits`; the target's are needed for `ratio` at temperature > 0 alone."""
     context, tails = (*text.prompt,), [text.answer[:k] for k in range(len(text.answer))]
     (candidates,) = sampling.propose(draft, [sampling.Query(text.request, context, tails, width)], rule)
-    ids, tokens = candidates.ids.numpy(), np.asarray(text.answer)
+    ids, tokens = candidates.ids, np.asarray(text.answer)
     found = ids == tokens[:, None]
     ranked = Ranked(ids, np.where(found.any(1), found.argmax(1), ids.shape[1]))
     if candidates.probs is None or target is None:
@@ -99,7 +99,7 @@ def score(draft: torch.Tensor, target: torch.Tensor | None, text: Text, rule: Ru
     scores = filtered(adjusted(target, text.request, context, tails, None), text.request.params).dense()
     probs = torch.softmax(scores, -1, dtype=torch.float64).numpy()
     p = np.take_along_axis(probs, ids, 1)
-    return Scored(text, ranked, Weighed(candidates.probs.numpy(), p, probs[np.arange(len(tokens)), tokens]))
+    return Scored(text, ranked, Weighed(candidates.probs, p, probs[np.arange(len(tokens)), tokens]))
 
 
 class Replay:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,6 +128,52 @@ def causal_batch(
     )
 
 
+class FanOutSteps:
+    """The steps of branch decoding: row i of a sequence feeds branch i's token, depth after depth.
+
+    `prefixes[s]` counts the columns before the trunk. What the steps have in common is worked out once, in numpy, which
+    takes a tenth of torch's time for so little.
+    """
+
+    def __init__(
+        self, fan_outs: Sequence[FanOut], prefixes: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
+    ) -> None:
+        self._rows = tuple(fan_out.branches for fan_out in fan_outs)
+        self._tables = tuple(tuple(table) for table in tables)
+        self._block_size = block_size
+        prefix, trunk, branches = np.array([prefixes, [len(fan_out.counts) for fan_out in fan_outs], self._rows])
+        sequence = np.repeat(np.arange(len(fan_outs)), self._rows)
+        branch = np.concatenate([np.arange(count) for count in self._rows])
+        # Of each row: its column at depth 0, how far on that of the next depth is, and where its block table begins.
+        self._column = (prefix + trunk)[sequence] + branch
+        self._stride = branches[sequence]
+        self._table = np.cumsum([0, *map(len, self._tables)])[:-1][sequence]
+        self._blocks = np.array([block for table in self._tables for block in table])
+        self._mask = FanOutMask(
+            prefix=torch.from_numpy(prefix),
+            trunk=torch.from_numpy(trunk),
+            branches=torch.from_numpy(branches),
+            fork=torch.tensor([fork for fan_out in fan_outs for fork in fan_out.forks], dtype=torch.int64),
+            branch=torch.from_numpy(branch),
+            depth=0,
+        )
+        self._every_row = torch.arange(len(branch))
+
+    def batch(self, tokens: Tensor, depth: int) -> ForwardBatch:
+        """The step at `depth` with the rows' tokens [N]. Every row's logits are wanted."""
+        mask = self._mask.at(depth)
+        block, offset = np.divmod(self._column + depth * self._stride, self._block_size)
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=mask.positions,
+            slots=torch.from_numpy(self._blocks[self._table + block] * self._block_size + offset),
+            rows=self._rows,
+            block_tables=self._tables,
+            fan_out=mask,
+            logit_rows=self._every_row,
+        )
+
+
 def fan_out_batch(
     tokens: Tensor,
     fan_outs: Sequence[FanOut],
@@ -135,31 +182,5 @@ def fan_out_batch(
     depth: int,
     block_size: int,
 ) -> ForwardBatch:
-    """One branch-decoding step: row i of a sequence feeds branch i's token at `depth`. Every row's logits are wanted.
-
-    `tokens` is [N], rows grouped by sequence; `prefixes[s]` counts the columns before the trunk.
-    """
-    mask = FanOutMask(
-        prefix=torch.tensor(prefixes, dtype=torch.int64),
-        trunk=torch.tensor([len(fan_out.counts) for fan_out in fan_outs], dtype=torch.int64),
-        branches=torch.tensor([fan_out.branches for fan_out in fan_outs], dtype=torch.int64),
-        fork=torch.tensor([fork for fan_out in fan_outs for fork in fan_out.forks], dtype=torch.int64),
-        branch=torch.tensor([i for fan_out in fan_outs for i in range(fan_out.branches)], dtype=torch.int64),
-        depth=depth,
-    )
-    rows = tuple(fan_out.branches for fan_out in fan_outs)
-    columns = mask.path[:, -1].tolist()
-    slots: list[int] = []
-    first = 0
-    for count, table in zip(rows, tables, strict=True):
-        slots.extend(slots_of(table, columns[first : first + count], block_size))
-        first += count
-    return ForwardBatch(
-        token_ids=tokens,
-        positions=mask.positions,
-        slots=torch.tensor(slots, dtype=torch.int64),
-        rows=rows,
-        block_tables=tuple(tuple(table) for table in tables),
-        fan_out=mask,
-        logit_rows=torch.arange(len(columns)),
-    )
+    """A single one of the `FanOutSteps`."""
+    return FanOutSteps(fan_outs, prefixes, tables, block_size).batch(tokens, depth)

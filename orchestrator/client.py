@@ -39,7 +39,7 @@ from saguaro.orchestrator.service_protocol import (
     Status,
     Submit,
     Tokens,
-    decode_event,
+    decode_events,
     encode,
 )
 from saguaro.orchestrator.types import Mode, SamplingParams, Setting
@@ -196,7 +196,8 @@ class Client:
             while True:
                 if await self._socket.poll(_POLL * 1000):
                     heard = asked = time.monotonic()
-                    await self._sort(decode_event(await self._socket.recv()))
+                    for event in decode_events(await self._socket.recv()):
+                        await self._sort(event)
                     continue
                 self._check()
                 now = time.monotonic()

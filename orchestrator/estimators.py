@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from saguaro.orchestrator.analysis import outcome_weights, overall_hit_rate
 from saguaro.orchestrator.fan_out_policy import AcceptedCurve, Curve, MissCurve, Situation
@@ -55,27 +56,36 @@ class Counts:
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
-        self.trials = np.zeros(0)
-        self.successes = np.zeros(0)
+        self._trials: list[float] = []  # plain lists: every sequence adds to some in every round, and they are short
+        self._successes: list[float] = []
+
+    @property
+    def trials(self) -> NDArray[np.float64]:
+        return np.array(self._trials)
+
+    @property
+    def successes(self) -> NDArray[np.float64]:
+        return np.array(self._successes)
 
     def add(self, trials: int, success: int | None) -> None:
         """One trial for each of the indices below `trials`; at most one of them succeeded."""
         self.add_each(trials, () if success is None else (success,))
 
     def add_each(self, trials: int, successes: Sequence[int]) -> None:
-        if trials > len(self.trials):
-            more = trials - len(self.trials)
-            self.trials, self.successes = (np.pad(counted, (0, more)) for counted in (self.trials, self.successes))
-        self.trials *= self._decay
-        self.successes *= self._decay
-        self.trials[:trials] += 1
-        self.successes[list(successes)] += 1
+        decay = self._decay
+        more = [0.0] * (trials - len(self._trials))
+        self._trials = [count * decay for count in self._trials] + more
+        self._successes = [count * decay for count in self._successes] + more
+        for index in range(trials):
+            self._trials[index] += 1
+        for index in successes:
+            self._successes[index] += 1
 
     def rates(self, priors: Sequence[float]) -> list[float]:
         """Success rate at each index, drawn towards `priors` as far as little was counted."""
-        known = len(self.trials)
+        known = len(self._trials)
         return [
-            (self.successes[i] + _PRIOR_ROUNDS * prior) / (self.trials[i] + _PRIOR_ROUNDS) if i < known else prior
+            (self._successes[i] + _PRIOR_ROUNDS * prior) / (self._trials[i] + _PRIOR_ROUNDS) if i < known else prior
             for i, prior in enumerate(priors)
         ]
 

@@ -16,7 +16,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.types import Backup, Outcome, RequestSampling, Speculation
 
-VERSION = 4
+VERSION = 5
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
@@ -175,7 +175,22 @@ _BODIES: dict[Kind, type[Any]] = {
     Kind.VERIFIED: Verified,
 }
 _KINDS = {body: kind for kind, body in _BODIES.items()}
-_DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in _BODIES.items()}
+
+
+def _pack(value: object) -> bytes:
+    if isinstance(value, RequestSampling):
+        return value.packed
+    raise NotImplementedError
+
+
+def _unpack(kind: type[Any], data: object) -> RequestSampling:
+    if not isinstance(data, bytes):
+        raise ValueError(f"a {kind.__name__} travels as bytes")
+    return RequestSampling.unpack(data)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
+_DECODERS = {kind: msgspec.msgpack.Decoder(body, dec_hook=_unpack) for kind, body in _BODIES.items()}
 
 
 @dataclass(frozen=True)
@@ -187,7 +202,7 @@ class Message:
 
 def encode(message: Message) -> bytes:
     """Raises ProtocolError when the message is larger than a peer would accept."""
-    payload = msgspec.msgpack.encode(message.body)
+    payload = _ENCODER.encode(message.body)
     if len(payload) > MAX_PAYLOAD:
         raise ProtocolError(
             f"a message of {len(payload)} bytes exceeds the limit of {MAX_PAYLOAD}: lower max_sequences"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from saguaro.orchestrator.randomness import (
 from saguaro.orchestrator.scores import (
     Scores,
     adjusted,
+    changes_logits,
     check_vocabulary,
     checked_best,
     filtered,
@@ -235,14 +237,21 @@ def cache_aware(probs: Probs, fan_out: int, scale: Any) -> Probs:
 class Candidates:
     """The draft's best tokens at each of R rows, in order of preference. In the host's memory."""
 
-    ids: Tensor  # [R, width] int64
-    probs: Tensor | None  # [R, width] float64, each row sums to 1: to be drawn from. None: take the first id
-    confidence: Tensor | None = None  # [R] the draft's probability of its likeliest token; None: not asked for
+    ids: NDArray[np.int64]  # [R, width]
+    probs: NDArray[np.float64] | None  # [R, width] each row sums to 1: to be drawn from. None: take the first id
+    confidence: NDArray[Any] | None = None  # [R] the draft's probability of its likeliest token; None: not asked for
 
     def guesses(self, row: int, count: int, excluded: int | None = None) -> tuple[int, ...]:
         """The `count` best tokens of a row but `excluded`: after a rejection the bonus is not the rejected token."""
         ranked = self.ids[row, : count + 1].tolist()
         return tuple(token for token in ranked if token != excluded)[:count]
+
+    def split(self, counts: Sequence[int]) -> Iterator[Candidates]:
+        """The first `counts[0]` rows, the next `counts[1]`, and so on."""
+        ends = list(accumulate(counts))
+        for part in map(slice, [0, *ends], ends):
+            probs, confidence = (None if all is None else all[part] for all in (self.probs, self.confidence))
+            yield Candidates(self.ids[part], probs, confidence)
 
 
 @dataclass(frozen=True)
@@ -260,6 +269,11 @@ class Query:
         params = self.request.params
         return params.temperature, params.top_k, params.top_p, params.min_p, self.width
 
+    def adjusted(self, logits: Tensor) -> Tensor:
+        if self.allowed is None and not changes_logits(self.request.params):
+            return logits
+        return adjusted(logits, self.request, self.context, self.tails, self.allowed)
+
 
 def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence: bool = False) -> list[Candidates]:
     """The draft's best tokens for each query, from [R, V] logits: the rows of one query after the other's.
@@ -272,10 +286,7 @@ def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     counts = [len(query.tails) for query in queries]
     parts = logits.split(counts)
-    tables = [
-        adjusted(part, query.request, query.context, query.tails, query.allowed)
-        for part, query in zip(parts, queries, strict=True)
-    ]
+    tables = [query.adjusted(part) for part, query in zip(parts, queries, strict=True)]
     # As in `verify`: queries with equal filters go through the chain together.
     groups = _groups([query.filters for query in queries])
     untouched = len(groups) == 1 and all(table is part for table, part in zip(tables, parts, strict=True))
@@ -283,10 +294,7 @@ def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence:
     for members in groups:
         table = logits if untouched else torch.cat([tables[index] for index in members])
         ranked = _ranked(table, [queries[index] for index in members], rule, confidence)
-        sizes = [counts[index] for index in members]
-        probs = ranked.probs.split(sizes) if ranked.probs is not None else [None] * len(members)
-        sure = ranked.confidence.split(sizes) if ranked.confidence is not None else [None] * len(members)
-        found |= zip(members, map(Candidates, ranked.ids.split(sizes), probs, sure), strict=True)
+        found |= zip(members, ranked.split([counts[index] for index in members]), strict=True)
     return [found[index] for index in range(len(queries))]
 
 
@@ -294,28 +302,27 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
     """For all rows of queries with equal filters, from their adjusted logits."""
     params = queries[0].request.params
     values, ids = top(table, min(queries[0].width, table.shape[-1]))
-    sure = None
+    likeliest = []
     if confidence:
-        sure = scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1)
+        likeliest = [scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1)]
     # All that is needed of the vocabulary: read once, where it is on a device.
-    values, ids, *read = to_host(values, ids, *([] if sure is None else [sure]))
-    sure = read[0] if read else None
+    values, ids, *read = to_host(values, ids, *likeliest)
     best = checked_best(values[:, :1])
+    tokens, sure = ids.numpy(), read[0].numpy() if read else None
     if params.temperature == 0:
-        return Candidates(ids, None, sure)
+        return Candidates(tokens, None, sure)
     values = scaled(values, best, params.temperature)
     # Where nothing may follow the row is hopeless anyway, and every listed token as good as the next.
     values = values.masked_fill(values[:, :1] == -math.inf, 0)
     keep = survivors(values, params)
     if rule == "ratio":
         kept = values.masked_fill(~keep, -math.inf)
-        return Candidates(ids, torch.softmax(kept, -1, dtype=torch.float64), sure)
-    tokens = ids.numpy()
+        return Candidates(tokens, torch.softmax(kept, -1, dtype=torch.float64).numpy(), sure)
     seeds = np.array([[query.request.seed] for query in queries for _ in query.tails], np.uint64)
     positions = np.array([[len(query.context) + len(tail)] for query in queries for tail in query.tails])
     totals = values.numpy() + gumbel(seeds, positions, tokens)
     order = np.lexsort((-totals, ~keep.numpy()))
-    return Candidates(torch.from_numpy(np.take_along_axis(tokens, order, -1)), None, sure)
+    return Candidates(np.take_along_axis(tokens, order, -1), None, sure)
 
 
 def draw_draft(
@@ -328,9 +335,9 @@ def draw_draft(
     """
     if candidates.probs is None:
         raise ValueError("these candidates carry no probabilities: take the first id")
-    probs = cache_aware(candidates.probs[row].numpy(), fan_out, scale)
+    probs = cache_aware(candidates.probs[row], fan_out, scale)
     support = np.flatnonzero(probs)
-    ids, probs = candidates.ids[row].numpy()[support].tolist(), probs[support]
+    ids, probs = candidates.ids[row][support].tolist(), probs[support]
     return ids[draw(probs, u)], SparseProbs(tuple(ids), tuple(probs.tolist()))
 
 
@@ -357,6 +364,8 @@ class Trial:
         return len(self.speculation.tokens) + 1
 
     def adjusted(self, logits: Tensor) -> Tensor:
+        if self.allowed is None and not changes_logits(self.request.params):
+            return logits
         tails = [self.speculation.tokens[:k] for k in range(self.rows)]
         return adjusted(logits, self.request, self.context, tails, self.allowed)
 
@@ -435,6 +444,9 @@ def _choices(
 ) -> list[int]:
     """What the target itself says in each of these rows, of which each is the k-th of a trial."""
     if places[0][0].request.params.temperature == 0:
+        if len(rows) == len(values):
+            greedy: list[int] = values.argmax(1).tolist()
+            return greedy
         return [int(values[row].argmax()) for row in rows]
     seeds = np.array([trial.request.seed for trial, _ in places], np.uint64)
     positions = np.array([len(trial.context) + k for trial, k in places])

@@ -62,6 +62,11 @@ def needs_history(params: SamplingParams) -> bool:
     return _penalised(params) or any(len(word) > 1 for word in _bad_words(params))
 
 
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether anything is done to logits but masking them by a grammar."""
+    return bool(params.logit_bias or params.bad_words or params.min_tokens) or _penalised(params)
+
+
 def filtered(table: Tensor, params: SamplingParams) -> Scores:
     """[R, V] adjusted logits after temperature and filters, each row by itself.
 
@@ -95,7 +100,7 @@ def adjusted(
     if len(tails) != rows:
         raise ValueError(f"{rows} rows of logits need as many tails, got {len(tails)}")
     table = logits if logits.dtype == torch.float64 else logits.float()
-    if not (params.logit_bias or params.bad_words or params.min_tokens or _penalised(params)):
+    if not changes_logits(params):
         return table if allowed is None else table.masked_fill(~allowed, -math.inf)
     table = table.clone()
     bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
@@ -164,9 +169,17 @@ def _penalise(table: Tensor, request: RequestSampling, context: Sequence[int], t
     table[:, columns] = part - params.frequency_penalty * emitted - params.presence_penalty * (emitted > 0)
 
 
+def near_ties(logits: Tensor, tolerance: float) -> list[int]:
+    """Rows of [R, V] logits on the host in which another token comes within `tolerance` of the best."""
+    table = logits.numpy()  # five times as fast as torch on a CPU
+    close = np.flatnonzero(table >= table.max(1, keepdims=True) - tolerance) // table.shape[1]
+    rows: list[int] = np.flatnonzero(np.bincount(close) > 1).tolist()
+    return rows
+
+
 def checked_best(best: Tensor) -> Tensor:
     """The best value of each row, 0 for a row without any token. Raises EngineError if one is not a number."""
-    if bool((best.isnan() | (best == math.inf)).any()):
+    if not bool((best < math.inf).all()):  # nor is a NaN
         raise EngineError(
             "the model returned logits that are not finite numbers (NaN or infinity); its weights or its quantisation "
             "are damaged: verify the engine directory, or rebuild it with a wider dtype"

@@ -9,6 +9,7 @@ import logging
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -170,10 +171,9 @@ class Service:
         now = time.perf_counter_ns()
         self._control.observe(batch, result)
         self._telemetry.round(batch, result)
+        events: defaultdict[bytes, list[Event]] = defaultdict(list)  # by client
         for sequence, tokens in zip(batch, result.tokens, strict=True):
-            request = self._requests.get(sequence.id)
-            if request is None:
-                continue  # its client vanished while this round's events were sent
+            request = self._requests[sequence.id]
             if not request.started:
                 request.started = start
                 self._telemetry.started((start - request.submitted) / 1e9)
@@ -186,26 +186,31 @@ class Service:
                 request.last = now
             if sequence.error:
                 self._drop(request)
-                self._send(request.client, Failed(request.number, type(sequence.error).__name__, str(sequence.error)))
+                failed = Failed(request.number, type(sequence.error).__name__, str(sequence.error))
+                events[request.client].append(failed)
             elif sequence.finish_reason:
-                self._finish(request, tokens, now)
+                events[request.client].append(self._finish(request, tokens, now))
             elif tokens:
-                self._send(request.client, Tokens(request.number, tokens, logprobs=_latest(sequence, tokens)))
+                latest = Tokens(request.number, tokens, logprobs=_latest(sequence, tokens))
+                events[request.client].append(latest)
+        for client, its in events.items():
+            self._send(client, *its)
 
-    def _finish(self, request: _Request, tokens: list[int], now: int) -> None:
+    def _finish(self, request: _Request, tokens: list[int], now: int) -> Tokens:
+        """Forget a request that has ended; what its client is to be told."""
         sequence = request.sequence
         stats = request_stats(sequence, request.spans, request.submitted, request.first or now, now)
         spans = request.spans if request.trace else []
         self._drop(request)
         logprobs = _latest(sequence, tokens)
-        self._send(request.client, Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs))
+        return Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for request in [request for request in self._requests.values() if request.deadline <= now]:
             if request.sequence.id in self._requests:  # unless its client was found gone just now
                 request.sequence.finish_reason = "timeout"
-                self._finish(request, [], time.perf_counter_ns())
+                self._send(request.client, self._finish(request, [], time.perf_counter_ns()))
 
     def _drop(self, request: _Request, refused: SaguaroError | None = None) -> None:
         """Harmless when done twice: a client that is found to be gone takes all its requests along."""
@@ -282,7 +287,7 @@ class Service:
                 for request in list(self._requests.values()):
                     if (request.client, request.number) == (client, command.request):
                         request.sequence.finish_reason = "cancelled"
-                        self._finish(request, [], time.perf_counter_ns())
+                        self._send(client, self._finish(request, [], time.perf_counter_ns()))
             case GetStatus():
                 self._send(client, self._status())
             case Drain(end):
@@ -400,11 +405,11 @@ class Service:
             draining=self._draining,
         )
 
-    def _send(self, client: bytes, event: Event) -> None:
-        """Queue an event; the socket delivers it as fast as the client reads. What a request can queue is bounded by
+    def _send(self, client: bytes, *events: Event) -> None:
+        """Queue events; the socket delivers it as fast as the client reads. What a request can queue is bounded by
         its max_tokens. A client that has vanished takes its requests along."""
         try:
-            self._socket.send_multipart([client, encode(event)], flags=zmq.NOBLOCK)
+            self._socket.send_multipart([client, encode(list(events))], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -107,10 +107,11 @@ Event = Tokens | Failed | Status | Metrics | Settings
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 
 
-def encode(message: Command | Event) -> bytes:
+def encode(message: Command | list[Event]) -> bytes:
+    """A client sends commands one by one; what a round has for it arrives together."""
     return _encoder.encode(message)
 
 
@@ -124,9 +125,9 @@ def decode_command(data: bytes) -> Command:
         raise ProtocolError(f"a command cannot be read: {error}") from error
 
 
-def decode_event(data: bytes) -> Event:
+def decode_events(data: bytes) -> list[Event]:
     """Raises ProtocolError for anything a service of this version would not send."""
     try:
         return _events.decode(data)
     except (msgspec.MsgspecError, ConfigError) as error:
-        raise ProtocolError(f"an event cannot be read: {error}") from error
+        raise ProtocolError(f"events cannot be read: {error}") from error

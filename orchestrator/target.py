@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from saguaro.engines.base import Engine, Sizes, causal_batch
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.logprobs import token_logprobs
+from saguaro.orchestrator.scores import near_ties
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.types import Mode, Outcome, Rule, SamplingParams, Speculation
 from saguaro.plugins.transfers import to_host
@@ -85,22 +86,26 @@ class EngineTarget:
         if any(outcomes.values()):
             logits = torch.cat([logits[:0], *(parts[index] for index in trials)])
         outcomes |= zip(trials, sampling.verify(logits, list(trials.values()), self._rule), strict=True)
+        close = self._near_ties(logits, [sequences[index] for index in trials])
+        first = 0
         for index in trials:
-            outcome = outcomes[index]
+            sequence, speculation, outcome = sequences[index], speculations[index], outcomes[index]
             if isinstance(outcome, Outcome):
-                self._note(parts[index], sequences[index], speculations[index], outcome)
+                if (count := sequence.request.params.logprobs) is not None:
+                    emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
+                    sequence.logprobs.extend(token_logprobs(parts[index], emitted, count))
+                if sequence.request.params.temperature == 0:  # rows up to the bonus token decided something
+                    sequence.near_ties += [
+                        sequence.length + k for k in range(outcome.accepted + 1) if first + k in close
+                    ]
+            first += wanted[index]
         return [outcomes[index] for index in range(len(sequences))]
 
-    def _note(self, logits: Tensor, sequence: Sequence, speculation: Speculation, outcome: Outcome) -> None:
-        """Log probabilities that were asked for, and greedy choices that another batch might not share."""
-        if (count := sequence.request.params.logprobs) is not None:
-            emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
-            sequence.logprobs.extend(token_logprobs(logits, emitted, count))
-        if sequence.request.params.temperature == 0:
-            # Rows up to the bonus token decided something; in low precision some of it may have been a near thing.
-            decided = logits[: outcome.accepted + 1]
-            close = (decided >= decided.amax(-1, keepdim=True) - self._engine.logit_tolerance).sum(-1) > 1
-            sequence.near_ties.extend(sequence.length + row for row in close.nonzero().flatten().tolist())
+    def _near_ties(self, logits: Tensor, sequences: Rows[Sequence]) -> Collection[int]:
+        """Rows in which a greedy choice was a near thing in this precision: another batch might not share it."""
+        if not any(sequence.request.params.temperature == 0 for sequence in sequences):
+            return ()
+        return set(near_ties(logits, self._engine.logit_tolerance))
 
 
 def _trial(sequence: Sequence, speculation: Speculation, logits: Tensor) -> sampling.Trial:

@@ -173,6 +173,7 @@ class Telemetry:
         self._time(result)
         drafted = [0] * (len(self._drafted) + 1)  # speculations by length, and by tokens accepted
         accepted = [0] * (len(self._drafted) + 1)
+        lookups: defaultdict[tuple[bool, bool | None], int] = defaultdict(int)
         for sequence, tokens in zip(batch, result.tokens, strict=True):
             if not tokens or len(sequence.rounds) == 1:
                 continue  # a chunk of a prompt decides nothing, and the first token comes from the prompt alone
@@ -180,12 +181,13 @@ class Telemetry:
             made = "none" if record.hit is None else "hit" if record.hit else "miss" if record.mode == "ssd" else "sd"
             self._lengths.add(record.tokens, value=made)
             if record.hit is not None and record.mode == before.mode == "ssd":
-                self._lookups[record.hit, before.hit].inc()
-                if record.hit:
-                    self._used.inc()
+                lookups[record.hit, before.hit] += 1
             if record.drafted:
                 drafted[record.drafted] += 1
                 accepted[record.accepted] += 1
+        for (hit, after), count in lookups.items():
+            self._lookups[hit, after].inc(count)
+            self._used.inc(count if hit else 0)
         for counts, counters in ((drafted, self._drafted), (accepted, self._accepted)):
             reaching = 0
             for position in range(len(counters), 0, -1):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
+
+import msgspec
 
 from saguaro.errors import ConfigError
 
@@ -154,6 +157,8 @@ class Setting:
 
     def for_request(self, mode: Mode, lookahead: int) -> Setting:
         """What remains of it for a request that allows no more than this."""
+        if mode == self.mode == "ssd" and lookahead >= self.lookahead:  # as most requests do
+            return self
         lower = min(self.mode, mode, key=MODES.index)
         return Setting(lower, min(self.lookahead, lookahead), self.budget if lower == "ssd" else 0, self.backup)
 
@@ -166,11 +171,36 @@ class Outcome:
     bonus: int
 
 
-@dataclass(frozen=True)
 class RequestSampling:
-    """Everything sampling must know of one request. The draft receives the same object, so both sides agree."""
+    """Everything sampling must know of one request. The draft receives the same, so both sides agree. Read-only.
 
-    params: SamplingParams
-    seed: int  # params.seed, or the one the service drew: never None
-    prompt_length: int
-    stop_ids: tuple[int, ...] = ()  # ids that end the request: EOS unless ignored, and params.stop_token_ids
+    `seed` is that of `params`, or the one the service drew; `stop_ids` end the request: EOS unless ignored, and
+    params.stop_token_ids. It is named in every row of every round, so it travels as bytes of its own, which are packed
+    once and read once.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int, prompt_length: int, stop_ids: tuple[int, ...] = ()) -> None:
+        self.params = params
+        self.seed = seed
+        self.prompt_length = prompt_length
+        self.stop_ids = stop_ids
+
+    @property
+    def _fields(self) -> tuple[SamplingParams, int, int, tuple[int, ...]]:
+        return self.params, self.seed, self.prompt_length, self.stop_ids
+
+    @cached_property
+    def packed(self) -> bytes:
+        return msgspec.msgpack.encode(self._fields)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def unpack(data: bytes) -> RequestSampling:
+        """Raises what msgspec does, or ConfigError, for anything `packed` did not make."""
+        return RequestSampling(*_request.decode(data))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RequestSampling) and self._fields == other._fields
+
+
+_request = msgspec.msgpack.Decoder(tuple[SamplingParams, int, int, tuple[int, ...]])

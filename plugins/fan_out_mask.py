@@ -5,7 +5,7 @@ This module knows nothing of how attention is computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,11 +27,16 @@ class FanOutMask:
     branch: Tensor  # [N] number of the branch within its sequence
     depth: int
 
+    def at(self, depth: int) -> FanOutMask:
+        """The mask of the same rows at another depth. What does not depend on it is worked out once for all."""
+        mask = replace(self, depth=depth)
+        vars(mask).update(sequence=self.sequence, context=self.context)
+        return mask
+
     @cached_property
     def sequence(self) -> Tensor:
         """[N] sequence each row belongs to."""
-        rows = [sequence for sequence, count in enumerate(self.branches.tolist()) for _ in range(count)]
-        return torch.tensor(rows, dtype=torch.int64, device=self.branches.device)
+        return torch.arange(len(self.branches), device=self.branches.device).repeat_interleave(self.branches)
 
     @cached_property
     def context(self) -> Tensor:

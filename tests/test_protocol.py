@@ -91,7 +91,7 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 def test_golden_bytes() -> None:
     """A change here is a change of the protocol: raise its version."""
-    header = struct.pack("<4sHHQQI", b"SGRO", 4, 4, 3, 9, 1)
+    header = struct.pack("<4sHHQQI", b"SGRO", 5, 4, 3, 9, 1)
     assert encode(Message(3, 9, Bye())) == header + b"\x80"
     answer = Answer((AnswerRow(4, True, Speculation((1, 2))),), (), 5)
     sits_out = Answer((AnswerRow(4, False, None),), (Span("prepare", 6, 7, (4,)),), 0)
@@ -100,10 +100,10 @@ def test_golden_bytes() -> None:
         "a770726570617265a5737461727406a3656e6407a973657175656e6365739104a77265706c69636100a86272616e6368657300a5737465707390a67265706f7274c0"
     )
     verified = encode(Message(1, 2, Verified((AnswerRow(4, False, None),))))
-    assert verified[:8].hex() == "5347524f04000500"
+    assert verified[:8].hex() == "5347524f05000500"
     assert verified[28:].hex() == "81a4726f77739183a873657175656e636504a3686974c2ab73706563756c6174696f6ec0"
     assert encode(Message(1, 2, answer)).hex() == (
-        "5347524f04000300010000000000000002000000000000005b000000"
+        "5347524f05000300010000000000000002000000000000005b000000"
         "85a4726f77739183a873657175656e636504a3686974c3ab73706563756c6174696f6e82a6746f6b656e73920102ab64"
         "726166745f70726f6273c0a57370616e7390a86272616e6368657305a5737465707390a67265706f7274c0"
     )
@@ -122,10 +122,10 @@ def test_a_row_costs_a_few_hundred_bytes_and_no_kv_crosses() -> None:
     [
         (b"SG", "shorter than its header"),
         (struct.pack("<4sHHQQI", b"HTTP", 1, 4, 0, 0, 1) + b"\x80", "not a Saguaro process"),
-        (struct.pack("<4sHHQQI", b"SGRO", 7, 4, 0, 0, 1) + b"\x80", "version 7, this side 4"),
-        (struct.pack("<4sHHQQI", b"SGRO", 4, 99, 0, 0, 1) + b"\x80", "kind 99"),
-        (struct.pack("<4sHHQQI", b"SGRO", 4, 4, 0, 0, 2**31) + b"\x80", "announces 2147483648 payload bytes"),
-        (struct.pack("<4sHHQQI", b"SGRO", 4, 2, 0, 0, 1) + b"\x80", "ROUND message cannot be read"),
+        (struct.pack("<4sHHQQI", b"SGRO", 7, 4, 0, 0, 1) + b"\x80", "version 7, this side 5"),
+        (struct.pack("<4sHHQQI", b"SGRO", 5, 99, 0, 0, 1) + b"\x80", "kind 99"),
+        (struct.pack("<4sHHQQI", b"SGRO", 5, 4, 0, 0, 2**31) + b"\x80", "announces 2147483648 payload bytes"),
+        (struct.pack("<4sHHQQI", b"SGRO", 5, 2, 0, 0, 1) + b"\x80", "ROUND message cannot be read"),
     ],
 )
 def test_what_this_version_did_not_write_is_refused(data: bytes, message: str) -> None:
@@ -143,10 +143,13 @@ def test_parameters_are_checked_when_they_arrive_too() -> None:
     """A peer cannot smuggle in what a client could not submit."""
     message = encode(Message(1, 1, Round((ROW,))))
     body = msgspec.msgpack.decode(message[28:])
-    body["rows"][0]["request"]["params"]["temperature"] = -1.0
-    payload = msgspec.msgpack.encode(body)
-    with pytest.raises(ProtocolError, match="temperature"):
-        decode(struct.pack("<4sHHQQI", b"SGRO", 4, 2, 1, 1, len(payload)) + payload)
+    request = msgspec.msgpack.decode(body["rows"][0]["request"])
+    request[0]["temperature"] = -1.0
+    for wrong, why in ((msgspec.msgpack.encode(request), "temperature"), (request, "travels as bytes")):
+        body["rows"][0]["request"] = wrong
+        payload = msgspec.msgpack.encode(body)
+        with pytest.raises(ProtocolError, match=why):
+            decode(struct.pack("<4sHHQQI", b"SGRO", 5, 2, 1, 1, len(payload)) + payload)
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 The verifier listens and leaves a port for each speculator in a rendezvous directory. A speculator that is ready to work
 says so there and connects; the verifier then accepts, so that nobody blocks in `accept` for one that is still loading.
-Waiting never spins: an MPI probe, then a sleep that grows with the time already waited.
+Waiting never spins: an MPI probe, then a sleep that a bell ends (`bell`), since MPI has nothing to sleep on.
 
 MPI_Finalize and MPI_Comm_disconnect are collective over connected jobs and would hang on a dead peer, so neither is
 called: a rank ends through `leave`, after its messages are out.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -27,11 +26,12 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the line above must come first)
 
 from saguaro.errors import LinkError  # noqa: E402
+from saguaro.orchestrator.channels.bell import Bell  # noqa: E402
 
 _TAG = 1
 _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
-_LONGEST_SLEEP = 0.002  # seconds
+_SHORTEST_SLEEP = 20e-6  # seconds
 
 
 def place() -> tuple[int, int]:
@@ -69,17 +69,18 @@ def leave(status: int) -> NoReturn:
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Appears complete or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({**content, "pid": os.getpid(), "host": socket.gethostname()}))
+    partial.write_text(json.dumps({**content, "pid": os.getpid()}))
     os.replace(partial, path)
 
 
 class MpiChannel:
     """One end of an inter-communicator of two single processes."""
 
-    def __init__(self, comm: MPI.Intercomm, peer: dict[str, Any]) -> None:
+    def __init__(self, comm: MPI.Intercomm, peer: int, bell: Bell) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
-        self._peer_pid: int | None = peer["pid"] if peer["host"] == socket.gethostname() else None
+        self._peer = peer  # its process id
+        self._bell = bell
         self._unsent: deque[tuple[MPI.Request, bytes]] = deque()
         self._closed = False
 
@@ -94,10 +95,11 @@ class MpiChannel:
             self._unsent.append((self._comm.Isend([data, MPI.BYTE], dest=0, tag=_TAG), data))
         except MPI.Exception as error:
             self._fail(error)
+        self._bell.ring()
 
     def receive(self, timeout: float) -> bytes | None:
-        begin = time.monotonic()
-        checked = begin
+        end = time.monotonic() + timeout
+        since = checked = end - timeout
         status = MPI.Status()
         if self._closed:
             raise LinkError("the channel is closed")
@@ -113,10 +115,11 @@ class MpiChannel:
             if now - checked >= _PEER_CHECK or timeout <= 0:
                 self._check()
                 checked = now
-            if now - begin >= timeout:
+            if now >= end:
                 return None
-            # Sleeping a fiftieth of the time already waited adds 2% at most and costs an idle rank next to nothing.
-            time.sleep(min(_LONGEST_SLEEP, max(20e-6, (now - begin) / 50)))
+            # Twice as long each time: a message that rang takes a moment more, and a ring may have been lost.
+            if self._bell.wait(min(end - now, _PEER_CHECK, max(_SHORTEST_SLEEP, now - since))):
+                since = time.monotonic()
 
     def close(self) -> None:
         """Flush what the peer is still taking, for at most a second."""
@@ -137,16 +140,20 @@ class MpiChannel:
     def _check(self) -> None:
         if self._closed:
             raise LinkError("the channel is closed")
-        if self._peer_pid is not None:
-            try:
-                os.kill(self._peer_pid, 0)
-            except ProcessLookupError:
-                self._closed = True
-                raise LinkError(f"the peer's process {self._peer_pid} is gone") from None
+        try:
+            os.kill(self._peer, 0)
+        except ProcessLookupError:
+            self._closed = True
+            raise LinkError(f"the peer's process {self._peer} is gone") from None
 
     def _fail(self, error: MPI.Exception) -> NoReturn:
         self._closed = True
         raise LinkError(f"MPI reports that the peer cannot be reached: {error}") from error
+
+
+def _bells(rendezvous: Path, name: str) -> tuple[Path, Path]:
+    """Where the verifier is rung at, and where the speculator of this name."""
+    return rendezvous / f"{name}.bell", rendezvous / f"{name}.back"
 
 
 class Listener:
@@ -158,6 +165,7 @@ class Listener:
         self._self = MPI.COMM_SELF.Dup()  # its own, because several listeners may be accepting at a time
         self._accepting: threading.Thread | None = None
         self._accepted: deque[MpiChannel] = deque()
+        self._bell = Bell(*_bells(rendezvous, name))
         _write(rendezvous / f"{name}.port", {"port": self._port})
 
     def poll(self) -> MpiChannel | None:
@@ -174,7 +182,7 @@ class Listener:
         return None
 
     def _accept(self, peer: dict[str, Any]) -> None:
-        self._accepted.append(MpiChannel(self._self.Accept(self._port), peer))
+        self._accepted.append(MpiChannel(self._self.Accept(self._port), peer["pid"], self._bell))
 
 
 def connect(rendezvous: Path, timeout: float, name: str = "draft") -> MpiChannel:
@@ -186,8 +194,9 @@ def connect(rendezvous: Path, timeout: float, name: str = "draft") -> MpiChannel
             raise LinkError(f"no target group opened a port in {rendezvous} within {timeout:.0f} s")
         time.sleep(0.02)
     peer = json.loads(port_file.read_text())
+    bell = Bell(*_bells(rendezvous, name)[::-1])
     _write(rendezvous / f"{name}.ready", {})
     try:
-        return MpiChannel(MPI.COMM_SELF.Connect(peer["port"]), peer)
+        return MpiChannel(MPI.COMM_SELF.Connect(peer["port"]), peer["pid"], bell)
     except MPI.Exception as error:
         raise LinkError(f"the target group's port cannot be reached: {error}") from error

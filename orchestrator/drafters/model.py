@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from saguaro.engines.base import Engine, causal_batch, fan_out_batch
+from saguaro.engines.base import Engine, FanOutSteps, causal_batch
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.drafters.base import Trunk
@@ -25,19 +25,20 @@ _log = logging.getLogger(__name__)
 _LONGEST_TRUNK = 64  # rows of a sequence; more is a prompt, whose time says nothing of a step
 
 
-@dataclass
+@dataclass(eq=False)
 class _Branches:
-    """The branches of one trunk while they grow: `paths[i]` is the bonus token of branch i and its draft tokens."""
+    """The branches of one trunk while they grow: `tails[i]` is all that branch i has after column `prefix`, the trunk's
+    accepted tokens, the bonus token and those drafted after it."""
 
     trunk: Trunk
     outcomes: Sequence[Outcome]
-    paths: list[list[int]] = field(init=False)
+    tails: list[list[int]] = field(init=False)
     probs: list[list[SparseProbs]] = field(init=False)  # `ratio` at temperature > 0: what each draft token came from
     growing: list[bool] = field(init=False)  # until the draft is not sure enough; then its rows are computed in vain
 
     def __post_init__(self) -> None:
         self.growing = [True for _ in self.outcomes]
-        self.paths = [[outcome.bonus] for outcome in self.outcomes]
+        self.tails = [[*self.trunk.draft_tokens[: outcome.accepted], outcome.bonus] for outcome in self.outcomes]
         self.probs = [[] for _ in self.outcomes]
 
     @property
@@ -45,17 +46,10 @@ class _Branches:
         branches = Counter(outcome.accepted for outcome in self.outcomes)
         return FanOut(tuple(branches[k] for k in range(len(self.trunk.draft_tokens) + 1)))
 
-    def tails(self) -> list[tuple[int, ...]]:
-        """Each branch's tokens after column `prefix`."""
-        return [
-            self.trunk.draft_tokens[: outcome.accepted] + tuple(path)
-            for outcome, path in zip(self.outcomes, self.paths, strict=True)
-        ]
-
     def speculations(self) -> list[Speculation]:
         return [
-            Speculation(tuple(path[1:]), tuple(probs) if probs else None)
-            for path, probs in zip(self.paths, self.probs, strict=True)
+            Speculation(tuple(tail[outcome.accepted + 1 :]), tuple(probs) if probs else None)
+            for outcome, tail, probs in zip(self.outcomes, self.tails, self.probs, strict=True)
         ]
 
 
@@ -104,24 +98,25 @@ class ModelDrafter:
 
     def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
         branches = [_Branches(trunk, guessed) for trunk, guessed in zip(trunks, outcomes, strict=True)]
+        active: list[_Branches] = []
         for depth in range(max((trunk.row.lookahead for trunk in trunks), default=0)):
-            active = [b for b in branches if any(b.growing) and depth < b.trunk.row.lookahead]
-            if not active:
+            growing = [b for b in branches if any(b.growing) and depth < b.trunk.row.lookahead]
+            if not growing:
                 break
-            batch = fan_out_batch(
-                torch.tensor([path[-1] for b in active for path in b.paths]),
-                [b.fan_out for b in active],
-                [b.trunk.prefix for b in active],
-                [b.trunk.row.table for b in active],
-                depth,
-                self._engine.block_size,
-            )
+            if growing != active:
+                active = growing
+                steps = FanOutSteps(
+                    [b.fan_out for b in active],
+                    [b.trunk.prefix for b in active],
+                    [b.trunk.row.table for b in active],
+                    self._engine.block_size,
+                )
+                asked = [(b.trunk, b.tails) for b in active]
+            batch = steps.batch(torch.tensor([tail[-1] for b in active for tail in b.tails]), depth)
             with self._timeline.step(len(batch.token_ids)):
                 logits = self._engine.forward(batch).logits
-                asked = [(b.trunk, b.tails()) for b in active]
-                for b, candidates in zip(
-                    active, self._propose(logits, asked, 1, self._min_confidence > 0), strict=True
-                ):
+                proposed = self._propose(logits, asked, 1, self._min_confidence > 0)
+                for b, candidates in zip(active, proposed, strict=True):
                     self._extend(b, candidates, depth)
         return [b.speculations() for b in branches]
 
@@ -164,25 +159,25 @@ class ModelDrafter:
             sure = (candidates.confidence >= self._min_confidence).tolist()
             branches.growing = [going and so for going, so in zip(branches.growing, sure, strict=True)]
         if candidates.probs is None:
-            for path, token, going in zip(branches.paths, candidates.ids[:, 0].tolist(), branches.growing, strict=True):
+            for tail, token, going in zip(branches.tails, candidates.ids[:, 0].tolist(), branches.growing, strict=True):
                 if going:
-                    path.append(token)
+                    tail.append(token)
             return
         situation = Situation(not branches.trunk.happened, row.request.params.temperature)
         fan_out = self._policy(row.budget, row.lookahead, situation).counts[depth]
-        for index, outcome in enumerate(branches.outcomes):
-            if not branches.growing[index]:
+        for index, growing in enumerate(branches.growing):
+            if not growing:
                 continue
-            position = branches.trunk.prefix + 1 + outcome.accepted + len(branches.paths[index])
+            position = branches.trunk.prefix + 1 + len(branches.tails[index])
             uniform = sampling.uniform(row.request.seed, position, sampling.Purpose.DRAFT, position - depth)
             token, probs = sampling.draw_draft(candidates, index, uniform, fan_out, self._cache_aware)
-            branches.paths[index].append(token)
+            branches.tails[index].append(token)
             branches.probs[index].append(probs)
 
     def _propose(
         self,
         logits: torch.Tensor,
-        asked: Sequence[tuple[Trunk, Sequence[tuple[int, ...]]]],
+        asked: Sequence[tuple[Trunk, Sequence[Sequence[int]]]],
         needed: int,
         confidence: bool = False,
     ) -> list[sampling.Candidates]:
@@ -204,7 +199,7 @@ class ModelDrafter:
         return sampling.propose(logits, queries, self._rule, confidence=confidence)
 
     def _allowed(
-        self, row: DraftRow, context: Sequence[int], tails: Sequence[tuple[int, ...]], logits: torch.Tensor
+        self, row: DraftRow, context: Sequence[int], tails: Sequence[Sequence[int]], logits: torch.Tensor
     ) -> torch.Tensor | None:
         """[R, V] bool: what the request's grammar lets follow. Without it drafts are only accepted less often."""
         try:
