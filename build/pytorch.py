@@ -3,6 +3,7 @@
 model.safetensors, or model-RANK-of-TP.safetensors     cast and cut, tied embeddings once
 config.json, generation_config.json                    of the whole model
 tokenizer.json, ...                                    as the weights came with
+draft_vocab.json                                       the token ids of a reduced head
 manifest.json                                          last: its presence means the directory is complete
 """
 
@@ -42,6 +43,7 @@ class PytorchBuild:
         """Write everything into an empty directory, the manifest last. `advance` is told of bytes written."""
         records = self._write_weights(directory, advance)
         self._model.write_tokenizer(directory)
+        self._model.write_draft_vocab(directory)
         self._model.config.dtype = self._dtype
         self._model.config.save_pretrained(directory)
         self._model.write_manifest(directory, source_sha256, shards=self._plan.rules, files=records)

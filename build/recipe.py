@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from saguaro.build.model_shape import Family
 from saguaro.build.models import CATALOGUE
-from saguaro.engines.manifest import FORMAT, Dtype, EngineName
+from saguaro.engines.manifest import FORMAT, Dtype, EngineName, file_sha256
 from saguaro.engines.profile import Profile
 from saguaro.engines.schema import nearest, read_yaml
 from saguaro.errors import ConfigError
@@ -26,6 +26,7 @@ _DTYPES: Final[dict[str, tuple[Dtype, ...]]] = {
     "tensorrt": ("float32", "bfloat16"),
     "simulated": ("bfloat16",),
 }
+_REDUCED_HEADS: Final = ("pytorch", "tensorrt")  # engines that can leave tokens out of the draft's head
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,6 @@ class TensorrtOptions:
     max_kv_tokens: int = 131072  # of the KV pool
     branch_columns: int = 1024  # KV slots of one sequence's branches: fan-out budget times lookahead
     splits: int = 8  # parts a sequence's columns are attended in, side by side: more for few, long sequences
-    # Token ids the head computes: so many of the lowest, which a BPE tokenizer gives to the most frequent tokens, and
-    # all added tokens. None: all. What is left out is never proposed.
-    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_rows", "block_size", "branch_columns"):
@@ -139,8 +137,6 @@ class TensorrtOptions:
             raise ConfigError(f"usual_rows must be between 1 and max_rows ({self.max_rows}), got {self.usual_rows}")
         if self.max_kv_tokens < self.block_size:
             raise ConfigError(f"max_kv_tokens must be at least a block ({self.block_size}), got {self.max_kv_tokens}")
-        if self.vocabulary is not None and self.vocabulary < 1:
-            raise ConfigError(f"vocabulary must be at least 1, or left out for all tokens, got {self.vocabulary}")
 
 
 @dataclass(frozen=True)
@@ -155,6 +151,10 @@ class Recipe:
     dtype: Dtype = "bfloat16"
     tp: int = 1
     max_model_len: int | None = None  # tokens; the model's own if not given
+    # Token ids whose logits a draft computes, end and added tokens among them: the most frequent ones, by the files
+    # (relative to the recipe) or else by the tokenizer's own order. None: all. What is left out is never proposed.
+    draft_vocab: int | None = None
+    vocab_text: tuple[str, ...] | None = None
     trtllm: TrtllmOptions | None = None
     tensorrt: TensorrtOptions | None = None
 
@@ -173,14 +173,29 @@ class Recipe:
             )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        if self.draft_vocab is not None and self.engine not in _REDUCED_HEADS:
+            raise ConfigError(
+                f"draft_vocab is not for the engine {self.engine}, but for {' and '.join(_REDUCED_HEADS)}: remove it"
+            )
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise ConfigError(f"draft_vocab must be at least 1, or left out for all tokens, got {self.draft_vocab}")
+        if self.vocab_text is not None and (self.draft_vocab is None or not self.vocab_text):
+            raise ConfigError(
+                "vocab_text names the files in which the tokens of draft_vocab are counted: give both, and a file"
+            )
         for section in ("trtllm", "tensorrt"):
             if getattr(self, section) is not None and self.engine != section:
                 raise ConfigError(f"{section} is given, but engine is {self.engine}: remove the section")
 
     def digest(self, source_sha256: str) -> str:
-        """Hash of everything an engine directory depends on. Where the weights lie does not matter, their bytes do."""
+        """Hash of everything an engine directory depends on; of weights and texts the bytes, wherever they lie.
+
+        Raises ConfigError for a text that cannot be read.
+        """
         # Without what is not given, so that an option added later does not change the hash of recipes without it.
         given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None and key != "model"}
+        if self.vocab_text is not None:
+            given["vocab_text"] = [_text_sha256(path) for path in self.vocab_text]
         text = json.dumps([FORMAT, source_sha256, given], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -188,10 +203,20 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Raises ConfigError naming file, key and the nearest valid key."""
     recipe = read_yaml(path, Recipe)
+    if recipe.vocab_text is not None:
+        texts = tuple(os.path.abspath(path.parent / Path(text).expanduser()) for text in recipe.vocab_text)
+        recipe = dataclasses.replace(recipe, vocab_text=texts)
     if recipe.model is None or recipe.model in CATALOGUE:
         return recipe
     beside = path.parent / Path(recipe.model).expanduser()
     return dataclasses.replace(recipe, model=os.path.abspath(beside)) if beside.exists() else recipe
+
+
+def _text_sha256(path: str) -> str:
+    try:
+        return file_sha256(Path(path))
+    except OSError as error:
+        raise ConfigError(f"vocab_text: {path} cannot be read ({error}). Name files of text that are there.") from error
 
 
 def find_recipe(name_or_path: str) -> Recipe:

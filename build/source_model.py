@@ -8,11 +8,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 import saguaro
+from saguaro.build.draft_vocab import frequent_tokens
 from saguaro.build.recipe import Recipe
 from saguaro.build.weights import Weights, stored_shapes
 from saguaro.engines.checkpoint import check_config
-from saguaro.engines.manifest import FORMAT, FileRecord, Manifest, file_sha256, token_map, token_map_digest
+from saguaro.engines.manifest import (
+    DRAFT_VOCAB,
+    FORMAT,
+    TOKENIZER,
+    FileRecord,
+    Manifest,
+    file_sha256,
+    token_map,
+    token_map_digest,
+)
 from saguaro.errors import ConfigError, ModelError
 
 _PACKAGES = ("torch", "transformers", "gguf", "safetensors")
@@ -50,6 +62,26 @@ class SourceModel:
                 "rows; they do not belong together."
             )
         return vocab_size
+
+    def write_draft_vocab(self, directory: Path) -> list[int] | None:
+        """Write the token ids of the recipe's reduced head beside the tokenizer, and return them; None for a whole one.
+
+        Raises ConfigError when the recipe's draft_vocab does not suit the tokenizer.
+        """
+        recipe = self.recipe
+        if recipe.draft_vocab is None:
+            return None
+        try:
+            tokens = frequent_tokens(
+                Tokenizer.from_file(str(directory / TOKENIZER)),
+                recipe.draft_vocab,
+                self.weights.generation["eos_token_id"],
+                [Path(text) for text in recipe.vocab_text or ()],
+            )
+        except ConfigError as error:
+            raise ConfigError(f"recipe {recipe.name}: {error}") from error
+        (directory / DRAFT_VOCAB).write_text(json.dumps(tokens) + "\n", encoding="utf-8")
+        return tokens
 
     def write_manifest(
         self,

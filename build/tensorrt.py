@@ -2,7 +2,7 @@
 
 rank0.engine                    the compiled network
 config.json                     what was compiled, by the keys that TensorRT-LLM uses for its engines
-generation_config.json, tokenizer.json, ...     as for the other engines
+generation_config.json, tokenizer.json, draft_vocab.json, ...     as for the other engines
 manifest.json                   last: its presence means the directory is complete
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import tensorrt as trt
 import torch
-from tokenizers import Tokenizer
 
 import saguaro
 from saguaro.build.recipe import Recipe, TensorrtOptions
@@ -25,7 +24,6 @@ from saguaro.build.weights import Weights
 from saguaro.engines.checkpoint import model_of
 from saguaro.engines.cuda import Cuda
 from saguaro.engines.kv_pool import head_dim
-from saguaro.engines.manifest import TOKENIZER
 from saguaro.engines.tensorrt.engine import PLAN
 from saguaro.engines.tensorrt.log import Log
 from saguaro.engines.tensorrt.network import DraftNetwork, Limits
@@ -87,7 +85,7 @@ class TensorrtBuild:
     def write(self, directory: Path, source_sha256: str, advance: Callable[[int], None]) -> None:
         """Write everything into an empty directory, the manifest last. `advance` is told of bytes of weights read."""
         vocab_size = self._model.write_tokenizer(directory)
-        kept = self._kept(directory, vocab_size)
+        kept = self._model.write_draft_vocab(directory)
         model = self._read(advance)
         builder = trt.Builder(Log())
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -117,20 +115,6 @@ class TensorrtBuild:
             tensors[name] = self._model.weights.read(name, self._dtype)
             advance(tensors[name].nbytes)
         return model_of(tensors, self._model.config, self._dtype, f"recipe {self._model.recipe.name}")
-
-    def _kept(self, directory: Path, vocab_size: int) -> list[int] | None:
-        """Token ids of the reduced head, ascending."""
-        lowest = self._options.vocabulary
-        if lowest is None or lowest >= vocab_size:
-            return None
-        tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
-        kind = json.loads(tokenizer.to_str())["model"]["type"]
-        if kind != "BPE":
-            raise ConfigError(
-                f"recipe {self._model.recipe.name}: vocabulary keeps the lowest token ids, which are the most frequent "
-                f"tokens of a BPE tokenizer; the model's is {kind}. Leave the key out."
-            )
-        return sorted({*range(lowest), *tokenizer.get_added_tokens_decoder()})
 
     def _description(self, architecture: str, vocab_size: int, kept: Sequence[int] | None) -> dict[str, Any]:
         config, options, limits = self._model.config, self._options, self._limits

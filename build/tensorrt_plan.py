@@ -45,8 +45,8 @@ def plan_tensorrt(recipe: Recipe, shape: ModelShape) -> Plan:
         wanted_tokens=whole_blocks([length] * options.max_batch_size, options.block_size),
     )
     size = sum(item.bytes for item in weights)
-    kept = options.vocabulary
-    reduced = () if kept is None else (Setting("vocabulary", kept, "token ids the head computes, and added tokens"),)
+    kept = recipe.draft_vocab
+    reduced = () if kept is None else (Setting("draft_vocab", kept, "token ids the head computes"),)
     return Plan(
         recipe=recipe,
         shape=shape,

@@ -15,7 +15,7 @@ from saguaro.doctor import gpus
 from saguaro.doctor.machine import installed
 from saguaro.doctor.report import Check, size
 from saguaro.engines.kv_pool import available_memory
-from saguaro.engines.manifest import EngineName, Manifest, compare_token_maps
+from saguaro.engines.manifest import EngineName, Manifest, check_target, compare_token_maps
 from saguaro.errors import ConfigError, ModelError, SaguaroError
 from saguaro.llm import find_recipes
 from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig
@@ -104,6 +104,11 @@ def engines(parts: Mapping[str, Part]) -> list[Check]:
 
 def _engine(role: str, part: Part) -> Check:
     what = f"{part.recipe.name} ({part.recipe.engine}{f', tp {part.recipe.tp}' if part.recipe.tp > 1 else ''})"
+    if role == "target" and part.directory is not None and part.manifest is not None:
+        try:
+            check_target(part.directory)
+        except SaguaroError as error:
+            return Check(f"{role} engine", "problem", str(error))
     if part.manifest is not None:
         return Check(f"{role} engine", "ok", f"{what} is built in {part.directory}")
     return Check(f"{role} engine", "warning", f"{what} is not built", f"saguaro build {part.model.recipe}")

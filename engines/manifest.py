@@ -23,6 +23,7 @@ from saguaro.errors import ConfigError, EngineError, ModelError
 FORMAT = 1
 FILE = "manifest.json"
 TOKENIZER = "tokenizer.json"
+DRAFT_VOCAB = "draft_vocab.json"  # the token ids of a reduced head, ascending; absent where the head is whole
 
 EngineName = Literal["pytorch", "trtllm", "tensorrt", "simulated"]
 Dtype = Literal["float32", "bfloat16", "int8", "fp8"]
@@ -98,6 +99,11 @@ class Manifest:
                 )
         return manifest
 
+    @property
+    def reduced(self) -> bool:
+        """Whether its head leaves tokens out: an engine that can draft, but not be a target."""
+        return DRAFT_VOCAB in self.files
+
     def damaged(self, directory: Path) -> list[str]:
         """Names of files whose bytes are not those that were built. Reads everything: for diagnosis, not start-up."""
         return [name for name, record in self.files.items() if file_sha256(directory / name) != record.sha256]
@@ -124,6 +130,15 @@ def token_map_digest(tokens: Mapping[int, str]) -> str:
         # JSON quotes line ends inside a token, so no two maps give the same lines.
         digest.update(f"{index} {json.dumps(tokens[index])}\n".encode())
     return digest.hexdigest()
+
+
+def check_target(directory: Path) -> None:
+    """Raises EngineError for an engine that would never emit some tokens."""
+    if Manifest.load(directory).reduced:
+        raise EngineError(
+            f"{directory}: was built with draft_vocab, so that its head leaves tokens out. It can draft, but the "
+            "distribution of a target has to be whole. Build the target from a recipe without draft_vocab."
+        )
 
 
 def compare_token_maps(target: Path, draft: Path) -> None:

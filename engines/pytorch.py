@@ -23,6 +23,7 @@ from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, 
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.cuda import Cuda
 from saguaro.engines.cuda_graphs import BRANCH_COLUMNS, CudaGraphs, GraphInputs
+from saguaro.engines.draft_vocab import SpreadHead, narrow_head, read_draft_vocab
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.int8 import Int8Linear, quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
@@ -161,8 +162,13 @@ class PytorchEngine:
             device,
         )
         model = load_model(directory / weights_file(rank, size), config, stored)
+        kept = read_draft_vocab(directory, manifest.vocab_size) if manifest.reduced else None
+        if kept is not None:
+            narrow_head(model, kept)
         if group:
             join_shares(model, manifest.shards, group)
+        if kept is not None and (group is None or group.leads):
+            model.set_output_embeddings(SpreadHead(model.get_output_embeddings(), kept, manifest.vocab_size))
         model.to(device)
         if computed != stored:
             compute_in_float32(model, quantise_linears if manifest.dtype == "int8" else pack_linears)

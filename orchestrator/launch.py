@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from saguaro.engines.manifest import Manifest, compare_token_maps
+from saguaro.engines.manifest import Manifest, check_target, compare_token_maps
 from saguaro.errors import LaunchError, LinkError, SaguaroError
 from saguaro.orchestrator import remains
 from saguaro.orchestrator.client import Client
@@ -179,6 +179,7 @@ class Launcher:
         on_ready: Callable[[str], None] = lambda role: None,
         folder: Path | None = None,
     ) -> None:
+        check_target(target_engine)
         if draft_engine is not None:
             compare_token_maps(target_engine, draft_engine)
         else:

@@ -99,6 +99,23 @@ def alone(case: Case) -> list[Tensor]:
     return scenario(_engine(case.model(), None))
 
 
+def compute_reduced(rank: int, size: int, folder: Path) -> None:
+    """The logits of the engine directory in the folder, split over the ranks, into `logits.pt`."""
+    group = meet(rank, size, folder)
+    engine = PytorchEngine.load(folder / "engine", block_size=BLOCK, num_blocks=BLOCKS, group=group)
+    group.wait_for_all()
+    if not group.leads:
+        follow(engine, group)
+        return
+    torch.save(scenario(engine), folder / "logits.pt")
+    group.stop()
+
+
+def of_directory(directory: Path) -> list[Tensor]:
+    """The same, by one process, of a directory that is not split."""
+    return scenario(PytorchEngine.load(directory, block_size=BLOCK, num_blocks=BLOCKS))
+
+
 def lose_the_leader(rank: int, size: int, folder: Path) -> None:
     """The leader is idle for a while and then gone; the others exit with what they noticed."""
     group = meet(rank, size, folder)

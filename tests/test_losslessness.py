@@ -1,5 +1,6 @@
 """Both acceptance rules emit exactly the target's law, over hits and misses; and the mutants the oracles must catch."""
 
+import math
 import random
 from fractions import Fraction
 
@@ -51,12 +52,25 @@ def truncated_table(table, size):
     return tuple(row(probs) for probs in table)
 
 
+def reduced_table(table, left_out):
+    """A draft whose head leaves a token out: each row over the others, renormalised; even where nothing remains."""
+
+    def row(probs):
+        total = sum(probs) - probs[left_out]
+        rest = [probs[token] / total if total else Fraction(1, V - 1) for token in range(V)]
+        return tuple(Fraction(0) if token == left_out else rest[token] for token in range(V))
+
+    return tuple(row(probs) for probs in table)
+
+
 def draft_tables(rng, table):
     scale = rng.choice([Fraction(0), Fraction(1, 3), Fraction(1, 2), Fraction(9, 10)])
     yield table
     yield scaled_table(table, rng.choice([1, 2]), scale)
     yield truncated_table(table, 2)
     yield scaled_table(truncated_table(table, 2), 1, scale)
+    yield reduced_table(table, rng.randrange(V))
+    yield scaled_table(reduced_table(table, rng.randrange(V)), 1, scale)
 
 
 def backups(table, lookahead):
@@ -291,8 +305,11 @@ def test_coupled_emits_plain_decodings_tokens_for_every_noise(lookahead):
     rng = random.Random(lookahead)
     for _ in range(12):
         target, draft = random_scores(rng), random_scores(rng)
+        left_out = rng.randrange(V)
+        reduced = [[-math.inf if t == left_out else score for t, score in enumerate(row)] for row in draft]
         drafters = [
             coupled_draft(draft, lookahead),  # a hit
+            coupled_draft(reduced, lookahead),  # of a reduced head
             fixed_draft(*rng.choices(range(V), k=lookahead)),  # a backup that knows nothing
             coupled_draft(target, 1),  # a perfect one
             fixed_draft(),  # none

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 
 import ranks
 from conftest import check_nothing_left, leftovers, on_two_ranks, rank_pid
+from saguaro.build.driver import build
+from saguaro.build.recipe import Recipe, Tiny
 from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
 from saguaro.engines.tensor_parallel import pack_batch, unpack_batch
 from saguaro.errors import LaunchError
@@ -59,6 +61,17 @@ def test_a_rank_s_kv_pool_holds_its_own_heads_alone(group: tuple[int, Path]) -> 
         heads = torch.load(folder / f"heads-{rank}.pt")
         for case in ranks.CASES:
             assert heads[case.name] == max(1, case.model().config.num_key_value_heads // size)
+
+
+def test_ranks_share_what_a_reduced_head_keeps(tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", 2, hidden_size=64, heads=4, kv_heads=2, vocab_size=ranks.VOCAB, max_model_len=ranks.MAX_LEN)
+    recipe = Recipe("reduced", "pytorch", tiny=tiny, dtype="float32", tp=2, draft_vocab=101)
+    build(recipe, tmp_path).rename(tmp_path / "engine")
+    assert ranks.run(2, ranks.compute_reduced, tmp_path) == [0, 0]
+    actual, expected = torch.load(tmp_path / "logits.pt"), ranks.of_directory(build(replace(recipe, tp=1), tmp_path))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
+        assert set(a.isfinite().sum(-1).tolist()) <= {101}
 
 
 def test_an_idle_follower_sleeps_and_ends_with_its_leader(tmp_path: Path) -> None:

@@ -19,13 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from harness import Pair
 from saguaro.engines import load_engine
 from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
-from saguaro.engines.manifest import TOKENIZER, Manifest
+from saguaro.engines.manifest import DRAFT_VOCAB, Manifest
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.errors import CapacityError, ConfigError, EngineError
 from saguaro.orchestrator.drafters.model import ModelDrafter
@@ -329,8 +327,15 @@ OPTIONS = TensorrtOptions(
 )
 
 
-def build(directory: Path, dtype: Any = "float32", capability: str = "9.0", **options: Any) -> Path:
-    recipe = Recipe("test", "tensorrt", tiny=TINY, dtype=dtype, tensorrt=replace(OPTIONS, **options))
+def build(
+    directory: Path,
+    dtype: Any = "float32",
+    capability: str = "9.0",
+    draft_vocab: int | None = None,
+    **options: Any,
+) -> Path:
+    changed = replace(OPTIONS, **options)
+    recipe = Recipe("test", "tensorrt", tiny=TINY, dtype=dtype, draft_vocab=draft_vocab, tensorrt=changed)
     work = TensorrtBuild(recipe, TinyWeights(TINY), capability=capability, timings=directory / "timings")
     read: list[int] = []
     made = directory / "engine"
@@ -388,7 +393,7 @@ def test_saguaro_build_builds_it_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("stand_ins")
 def test_the_description_has_tensorrt_llms_keys(tmp_path: Path) -> None:
-    config = json.loads((build(tmp_path, vocabulary=100) / "config.json").read_text())
+    config = json.loads((build(tmp_path, draft_vocab=100) / "config.json").read_text())
     assert config["pretrained_config"] | {"rotary_base": 10000.0} == {
         "architecture": "LlamaForCausalLM",
         "dtype": "float32",
@@ -414,10 +419,13 @@ def test_the_description_has_tensorrt_llms_keys(tmp_path: Path) -> None:
     assert (built["max_batch_size"], built["max_num_tokens"], built["max_seq_len"]) == (2, 16, 64)
     assert (built["max_kv_blocks"], built["max_blocks_per_sequence"]) == (64, 32)
     assert built["plugin_config"] == {"tokens_per_block": 4}
-    assert 100 <= built["head_token_ids"] <= 103  # and the added tokens
+    assert built["head_token_ids"] == 100
     engine = load(tmp_path / "engine")
     logits = engine.forward(causal_batch([[1, 2, 3]], [0], [[0]], [3], 4)).logits
-    assert int(logits.isfinite().sum()) == 3 * built["head_token_ids"]
+    assert logits[0].isfinite().nonzero().flatten().tolist() == json.loads(
+        (tmp_path / "engine" / DRAFT_VOCAB).read_text()
+    )
+    assert int(logits.isfinite().sum()) == 3 * 100
     assert logits[:, :100].isfinite().all()
 
 
@@ -498,22 +506,12 @@ def test_recipes_that_cannot_be_compiled_are_refused(
         TensorrtBuild(recipe, TinyWeights(TINY), capability=capability)
 
 
-def test_a_reduced_head_is_for_tokenizers_that_number_by_frequency(tmp_path: Path) -> None:
-    recipe = Recipe("test", "tensorrt", tiny=TINY, dtype="float32", tensorrt=replace(OPTIONS, vocabulary=100))
-    work = TensorrtBuild(recipe, TinyWeights(TINY), capability="9.0")
-    Tokenizer(WordLevel({f"word {i}": i for i in range(300)})).save(str(tmp_path / TOKENIZER))
-    with pytest.raises(ConfigError, match="most frequent tokens of a BPE tokenizer; the model's is WordLevel"):
-        work._kept(tmp_path, 300)
-    assert work._kept(tmp_path, 100) is None  # all there are
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_rows": 0}, "max_rows must be at least 1"),
         ({"usual_rows": 513}, "usual_rows must be between 1 and max_rows"),
         ({"max_kv_tokens": 8}, "max_kv_tokens must be at least a block"),
-        ({"vocabulary": 0}, "vocabulary must be at least 1, or left out"),
     ],
 )
 def test_options_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
