@@ -16,40 +16,43 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from saguaro.engines.linears import replace_linears
+from saguaro.engines.linears import joined_bias, replace_linears
 from saguaro.errors import EngineError
 
 ACTIVATION_LEVELS = 127
 _ZERO_POINT = 128
+# An operator's one overload, looked up once: what Python does between two products has to be read from memory again.
+_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+_TINY = torch.finfo(torch.float32).tiny
 _QUANTISED_ROWS = 4096  # output channels quantised at a time: bounds the float32 copy of a large LM head
 
 
 class Int8Linear(nn.Module):
-    """The int8 twin of a linear layer: [..., in] float32 -> [..., out] float32. Made from its float weights."""
+    """The int8 twin of linear layers that read the same rows: [N, in] -> [N, out] float32, outputs joined."""
 
-    bias: Tensor | None
-
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
         levels = weight_levels()
-        _check_kernel(linear.in_features, levels)
-        self._in_features, self._out_features = linear.in_features, linear.out_features
-        weight, scale = quantise_weight(linear.weight.detach(), levels)
-        self._packed = _pack(weight, scale)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float(), persistent=False)
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        _check_kernel(self.in_features, levels)
+        weights, scales = zip(*(quantise_weight(linear.weight.detach(), levels) for linear in linears))
+        self._packed = _pack(torch.cat(weights), torch.cat(scales))
+        self.bias = joined_bias(linears)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self._in_features)
-        scale = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+        scale = x.abs().amax(dim=-1, keepdim=True).clamp_min_(_TINY)
         # Rows of absolute maximum 1: one activation scale, 1 / 127, now serves them all.
-        output = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows / scale, 1 / ACTIVATION_LEVELS, _ZERO_POINT, self._packed
-        )
-        output = output.mul_(scale) if self.bias is None else torch.addcmul(self.bias, output, scale)
-        return output.view(*x.shape[:-1], self._out_features)
+        output = self.product(x / scale)
+        return output.mul_(scale) if self.bias is None else torch.addcmul(self.bias, output, scale)
+
+    def product(self, x: Tensor) -> Tensor:
+        """What reads the weights, and nothing beside it: for rows of absolute maximum 1, without the bias."""
+        output: Tensor = _product(x, 1 / ACTIVATION_LEVELS, _ZERO_POINT, self._packed)
+        return output
 
     def extra_repr(self) -> str:
-        return f"in_features={self._in_features}, out_features={self._out_features}, bias={self.bias is not None}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def quantise_linears(model: nn.Module, *, skip: nn.Module | None = None) -> None:
@@ -68,7 +71,7 @@ def weight_levels() -> int:
 
 def quantise_weight(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """[out, in] floats -> int8 [out, in] in ±levels, and the float32 [out] scale of each output channel."""
-    scale = (weight.abs().amax(dim=1).float() / levels).clamp_min_(torch.finfo(torch.float32).tiny)
+    scale = (weight.abs().amax(dim=1).float() / levels).clamp_min_(_TINY)
     integers = torch.empty(weight.shape, dtype=torch.int8)
     for start in range(0, len(weight), _QUANTISED_ROWS):
         part = slice(start, start + _QUANTISED_ROWS)

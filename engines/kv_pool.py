@@ -27,11 +27,13 @@ class KvPool:
         # Zeros, not empty: the memory is taken now, while failing is cheap, and not in the middle of a request.
         self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers))
         self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers))
+        self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in zip(self.keys, self.values)]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, KV heads, head dim] of one layer at `slots` [N]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        key_slots, value_slots = self._slots[layer]
+        key_slots.index_copy_(0, slots, keys)
+        value_slots.index_copy_(0, slots, values)
 
 
 def head_dim(config: Any) -> int:

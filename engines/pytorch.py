@@ -1,9 +1,8 @@
-"""A Hugging Face causal language model as an engine: its modules, our paged KV pool and fan-out attention.
+"""A Hugging Face causal language model as an engine: its weights, our decoder, paged KV pool and fan-out attention.
 
-The flat batch goes through the model as one sequence [1, N] with explicit positions and no cache of its own; attention
-is ours, reached through transformers' attention interface with the step's plan as an extra argument. It runs on the
-CPU and on CUDA, on one process or as one rank of a tensor-parallel group. On CUDA it has a stream of its own, replays
-graphs for small batches (see `cuda_graphs`), and never waits for the device: whoever reads the logits does.
+It runs on the CPU and on CUDA, on one process or as one rank of a tensor-parallel group. On CUDA it has a stream of
+its own, replays graphs for small batches (see `cuda_graphs`), and never waits for the device: whoever reads the logits
+does.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.cuda import Cuda
 from saguaro.engines.cuda_graphs import BRANCH_COLUMNS, CudaGraphs, GraphInputs
+from saguaro.engines.decoder import Decoder
 from saguaro.engines.draft_vocab import SpreadHead, narrow_head, read_draft_vocab
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.int8 import Int8Linear, quantise_linears
@@ -36,7 +35,6 @@ from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors, check_rows, check_tensors
 from saguaro.plugins.transfers import to_device
 
-_ATTENTION = "saguaro"
 _CPU = torch.device("cpu")
 # What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
@@ -53,9 +51,20 @@ class _Step:
     plan: Plan
     part: FixedRows | None  # of which the forward is; None: all rows of the batch, and no others
 
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Store the rows' KV, then attend over the pool: [N, H or KV heads, D] each -> [N, H, D]."""
+        if self.part is not None:  # what is in no place has no KV and sees none
+            query, keys, values = (states[self.part.places] for states in (query, keys, values))
+        self.pool.write(layer, self.slots, keys, values)
+        key_pool, value_pool = self.pool.keys[layer], self.pool.values[layer]
+        if layer == 0:
+            check_tensors(query, key_pool, value_pool, len(self.slots))
+        output = self.plan.attend(query, key_pool, value_pool, scale)
+        return output if self.part is None else self.part.spread(output)
+
 
 class PytorchEngine:
-    """Runs `model`, whose attention it takes over. The KV pool has the dtype of the model's activations.
+    """Runs `model`, whose layers it computes itself. The KV pool has the dtype of the model's activations.
 
     In a tensor-parallel `group`, `model` is this rank's share, joined to the others; the leader's `forward` reaches all
     ranks and has the logits, those of a follower are a part of them.
@@ -88,10 +97,8 @@ class PytorchEngine:
                 f"the tokenizer has {vocab_size} token ids, but the model only {model.config.vocab_size}: "
                 "the engine directory mixes two models. Build it again."
             )
-        # Registered under no mask function, so transformers builds no mask.
-        AttentionInterface.register(_ATTENTION, _paged_attention)
-        model.set_attn_implementation(_ATTENTION)
         self._model = model.eval()
+        self._decoder = Decoder(model)
         self._group = group
         self._deterministic = deterministic
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
@@ -155,13 +162,12 @@ class PytorchEngine:
             config = share_of(config, size)
         if device.type == "cuda" and manifest.dtype == "int8":
             raise EngineError(f"{directory}: int8 is computed on the CPU alone. Build it as bfloat16 for a GPU.")
-        stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype, device)
         require_memory(
             memory_needed(directory, manifest, num_blocks * block_size, rank, device),
             f"the model and {num_blocks * block_size} tokens of KV",
             device,
         )
-        model = load_model(directory / weights_file(rank, size), config, stored)
+        model = load_model(directory / weights_file(rank, size), config, _STORED[manifest.dtype])
         kept = read_draft_vocab(directory, manifest.vocab_size) if manifest.reduced else None
         if kept is not None:
             narrow_head(model, kept)
@@ -170,8 +176,7 @@ class PytorchEngine:
         if kept is not None and (group is None or group.leads):
             model.set_output_embeddings(SpreadHead(model.get_output_embeddings(), kept, manifest.vocab_size))
         model.to(device)
-        if computed != stored:
-            compute_in_float32(model, quantise_linears if manifest.dtype == "int8" else pack_linears)
+        convert(model, manifest.dtype, device)
         return cls(
             model,
             vocab_size=manifest.vocab_size,
@@ -232,11 +237,7 @@ class PytorchEngine:
     def _states(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         with torch.inference_mode():
             embedded = self._model.get_input_embeddings()(token_ids).to(self._dtype)
-            output = self._model.base_model(
-                inputs_embeds=embedded[None], position_ids=positions[None], use_cache=False, step=step
-            )
-            hidden: Tensor = output.last_hidden_state[0]
-            return hidden
+            return self._decoder(embedded, positions, step.attend)
 
     def _compute(self, inputs: GraphInputs) -> Tensor:
         """Logits of all rows, by launches alone: nothing of them is decided on the host."""
@@ -303,6 +304,15 @@ def _computed(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def convert(model: Any, dtype: str, device: torch.device = _CPU) -> None:
+    """Give a model on the device, as it is stored, the layers that a manifest's dtype is computed with, in place.
+
+    Raises EngineError where their kernel is missing.
+    """
+    if _computed(dtype, device) != _STORED[dtype]:
+        compute_in_float32(model, quantise_linears if dtype == "int8" else pack_linears)
+
+
 def compute_in_float32(model: Any, replace_linears: Callable[[Any], None]) -> None:
     """Give a model on the CPU float32 activations and other linear layers, in place.
 
@@ -314,29 +324,3 @@ def compute_in_float32(model: Any, replace_linears: Callable[[Any], None]) -> No
         if module is not embeddings:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.float()
-
-
-def _paged_attention(
-    module: Any,
-    query: Tensor,  # [1, H, N, D], keys and values likewise
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    step: _Step,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls for attention in every layer: store the rows' KV, then attend over the pool."""
-    layer = int(module.layer_idx)
-    rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, H or KV heads, D]
-    if step.part is not None:  # what is in no place has no KV and sees none
-        rows, keys, values = (states[step.part.places] for states in (rows, keys, values))
-    step.pool.write(layer, step.slots, keys, values)
-    key_pool, value_pool = step.pool.keys[layer], step.pool.values[layer]
-    if layer == 0:
-        check_tensors(rows, key_pool, value_pool, len(step.slots))
-    output = step.plan.attend(rows, key_pool, value_pool, scaling)
-    if step.part is not None:
-        output = step.part.spread(output)
-    return output[None], None  # [1, N, H, D]

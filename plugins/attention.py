@@ -48,6 +48,11 @@ class _Chunk:
     hidden: Tensor  # [rows, columns - visible] bool: which of the others a row must not see
     own: Tensor | None  # [rows, depth+1] slots of each row's own path
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is one causal row, which sees every column that is read."""
+        return self.own is None and self.rows.stop - self.rows.start == 1
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -105,8 +110,31 @@ def fan_out_attention(query: Tensor, key_pool: Tensor, value_pool: Tensor, plan:
     All is computed in float32 (float64 if `query` is). Shapes are not checked here, once a layer:
     `check_tensors` does that once for a model.
     """
-    outputs = [_attend(query[chunk.rows], key_pool, value_pool, chunk, scale) for chunk in plan.chunks]
+    outputs = [
+        (_attend_row if chunk.alone else _attend)(query[chunk.rows], key_pool, value_pool, chunk, scale)
+        for chunk in plan.chunks
+    ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_row(query: Tensor, key_pool: Tensor, value_pool: Tensor, chunk: _Chunk, scale: float) -> Tensor:
+    """`_attend` for a causal row by itself, a step of plain decoding, in as few calls as there can be."""
+    _, heads, dim = query.shape
+    _, block_size, kv_heads, _ = key_pool.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(1, kv_heads, heads // kv_heads, dim).to(dtype)
+    if isinstance(chunk.blocks, slice):
+        size = (1, kv_heads, chunk.columns, dim)
+        token = kv_heads * dim
+        start = chunk.blocks.start * block_size * token
+        keys, values = (
+            pool.as_strided(size, (token, dim, token, 1), pool.storage_offset() + start).to(dtype)
+            for pool in (key_pool, value_pool)
+        )
+    else:
+        keys, values = (_shared(pool, chunk).to(dtype).transpose(0, 1)[None] for pool in (key_pool, value_pool))
+    output: Tensor = _fused(grouped, keys, values, scale=scale)[0]
+    return output.reshape(1, heads, dim).to(query.dtype)
 
 
 def _attend(query: Tensor, key_pool: Tensor, value_pool: Tensor, chunk: _Chunk, scale: float) -> Tensor:

@@ -662,6 +662,7 @@ def test_shipped_recipes_can_be_read() -> None:
     assert set(shipped_recipes()) >= {
         "qwen2.5-coder-0.5b-cpu",
         "qwen2.5-coder-1.5b-cpu",
+        "qwen2.5-coder-1.5b-int8-cpu",
         "smollm2-135m-cpu",
         "tiny-draft",
         "tiny-target",

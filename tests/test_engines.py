@@ -22,7 +22,7 @@ from saguaro.engines import ENGINES, load_engine
 from saguaro.engines.base import Engine, causal_batch, fan_out_batch
 from saguaro.engines.int8 import ACTIVATION_LEVELS, Int8Linear, quantise_linears, quantise_weight, weight_levels
 from saguaro.engines.kv_pool import available_memory, kv_bytes_per_block
-from saguaro.engines.linears import PackedLinear
+from saguaro.engines.linears import PackedLinear, pack_linears
 from saguaro.engines.profile import Agreement, Profile
 from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
 from saguaro.engines.scripted import ScriptedEngine, markov_table
@@ -242,6 +242,19 @@ def test_logits_are_hugging_face_s(family: str, dtype: torch.dtype, tolerance: f
     close(subject, logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "options"), [*((f, {}) for f in FAMILIES), ("llama", {"attention_bias": True, "mlp_bias": True})]
+)
+def test_logits_are_hugging_face_s_where_layers_are_put_together(family: str, options: dict[str, Any]) -> None:
+    ids = tokens(90, VOCAB)
+    model = tiny_model(family, **options)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, :, :VOCAB]
+    compute_in_float32(model, pack_linears)
+    assert not hasattr(model.model.layers[0].self_attn, "q_proj")
+    close(Subject(pytorch(model), 1e-5), feed(pytorch(model), ids, wanted=90), expected)
+
+
 def test_llama_3_1_frequencies_matter_here() -> None:
     ids = tokens(90, VOCAB)
     plain, scaled = (feed(pytorch(tiny_model(family)), ids) for family in ("llama", "llama3.1"))
@@ -378,12 +391,13 @@ def test_bfloat16_weights_are_computed_in_float32_where_the_cpu_has_no_bfloat16(
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_linears_compute_the_same(rows: int, bias: bool) -> None:
-    linear = nn.Linear(48, 80, bias=bias)
+@pytest.mark.parametrize("biases", [(False,), (True,), (True, False, True), (False, False)])
+def test_packed_linears_compute_the_same(rows: int, biases: tuple[bool, ...]) -> None:
+    linears = [nn.Linear(48, 80 - 16 * i, bias=bias) for i, bias in enumerate(biases)]
     x = torch.randn(2, rows, 48)
     with torch.no_grad():
-        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=0, atol=1e-5)
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        torch.testing.assert_close(PackedLinear(*linears)(x), expected, rtol=0, atol=1e-5)
 
 
 def edit_config(directory: Path, **fields: Any) -> None:
@@ -533,6 +547,14 @@ def test_int8_rows_get_the_same_bits_alone_and_in_a_batch(kind: str) -> None:
     quantised = Int8Linear(linear)
     with torch.no_grad():
         assert torch.equal(quantised(x), torch.cat([quantised(row[None]) for row in x]))
+
+
+def test_int8_layers_put_together_give_the_same_bits() -> None:
+    x, first = worst_case("unequal rows", 5, 896, 300, 0)
+    second = nn.Linear(896, 70, bias=False)
+    with torch.no_grad():
+        apart = torch.cat([Int8Linear(first)(x), Int8Linear(second)(x)], dim=-1)
+        assert torch.equal(Int8Linear(first, second)(x), apart)
 
 
 def test_int8_keeps_nan_to_its_own_row() -> None:

@@ -1,0 +1,111 @@
+"""The decoder of a Llama, Qwen2 or Qwen3 model: its Hugging Face modules' weights, in few calls.
+
+With a row or a few to compute, a call of PyTorch costs about as much as what it computes, and Hugging Face's modules
+make a hundred of them a layer; each product reads megabytes, which puts Python's own memory out of the caches. Here
+rows are flat, queries and keys are rotated together, layers that read the same activations are one where
+`replace_linears` has put them together, and modules are called past their hooks. What is computed is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from saguaro.engines.linears import TOGETHER
+
+
+class Attend(Protocol):
+    """Stores the rows' keys and values in a layer's KV pool and attends over what is there."""
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[N, H, D] queries, [N, KV heads, D] keys and values -> [N, H, D]."""
+        ...
+
+
+class Decoder:
+    """What lies between embeddings and output head. Made when the model's layers, dtype and device are final."""
+
+    def __init__(self, model: Any) -> None:
+        base = model.base_model
+        self._layers = [_Layer(layer) for layer in base.layers]
+        self._norm = _norm(base.norm)
+        self._rotary = base.rotary_emb
+
+    def __call__(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[N, hidden] embeddings, which are overwritten, of rows at [N] positions -> [N, hidden] final states."""
+        cosines, sines = (table[0, :, None] for table in self._rotary(hidden[None], positions[None]))  # [N, 1, D]
+        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): the sign goes to the sines, so that halves are just swapped.
+        sines[..., : sines.shape[-1] // 2].neg_()
+        for index, layer in enumerate(self._layers):
+            layer.add_to(hidden, cosines, sines, partial(attend, index))
+        return self._norm(hidden)
+
+
+class _Layer:
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._input_norm, self._post_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self._qkv = _side_by_side(attention, "qkv_proj")
+        self._heads: int = attention.config.num_attention_heads
+        self._kv_heads: int = attention.config.num_key_value_heads
+        self._dim: int = attention.head_dim
+        # Qwen3's are over each head.
+        self._head_norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        self._scale: float = attention.scaling
+        self._output = attention.o_proj.forward
+        self._gate_up = _gate_up(mlp)
+        self._activation = mlp.act_fn.forward
+        self._down = mlp.down_proj.forward
+
+    def add_to(self, hidden: Tensor, cosines: Tensor, sines: Tensor, attend: Callable[..., Tensor]) -> None:
+        """Add the layer's attention and feed-forward to `hidden` [N, hidden]."""
+        rows, heads = len(hidden), self._heads
+        projected = self._qkv(self._input_norm(hidden)).view(rows, -1, self._dim)
+        turned, values = projected.split([heads + self._kv_heads, self._kv_heads], dim=1)
+        if self._head_norms:
+            parts = turned.split([heads, self._kv_heads], dim=1)
+            turned = torch.cat([norm(part) for norm, part in zip(self._head_norms, parts, strict=True)], dim=1)
+        turned = turned.roll(self._dim // 2, dims=-1).mul_(sines).addcmul_(turned, cosines)
+        attended = attend(turned[:, :heads], turned[:, heads:], values, self._scale)
+        hidden += self._output(attended.reshape(rows, -1))
+        gate, up = self._gate_up(self._post_norm(hidden))
+        hidden += self._down(self._activation(gate).mul_(up))
+
+
+def _side_by_side(parent: Any, name: str) -> Callable[[Tensor], Tensor]:
+    """The layers `TOGETHER` under that name, [N, in] -> their outputs, joined."""
+    if hasattr(parent, name):
+        together: Callable[[Tensor], Tensor] = getattr(parent, name).forward
+        return together
+    parts = [getattr(parent, part).forward for part in TOGETHER[name]]
+    return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+
+
+def _gate_up(mlp: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    if hasattr(mlp, "gate_up_proj"):
+        together = mlp.gate_up_proj.forward
+        return lambda x: together(x).chunk(2, dim=-1)
+    gate, up = mlp.gate_proj.forward, mlp.up_proj.forward
+    return lambda x: (gate(x), up(x))
+
+
+def _norm(norm: Any) -> Callable[[Tensor], Tensor]:
+    """An RMSNorm over the last dimension, in float32 like the module's."""
+    weight, epsilon = norm.weight, norm.variance_epsilon
+    if weight.device.type != "cpu" or weight.dtype == torch.float64:  # whose last bits are to be Hugging Face's
+        module: Callable[[Tensor], Tensor] = norm
+        return module
+    floor, share, dtype = torch.tensor(epsilon), 1 / len(weight), weight.dtype
+
+    def normed(x: Tensor) -> Tensor:
+        # For a few rows on the CPU: `mean`, and `rms_norm` with it, takes ten times as long as this reduction.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        inverse = torch.addcmul(floor, length, length, value=share).rsqrt_()
+        output: Tensor = (x * inverse).to(dtype) * weight
+        return output
+
+    return normed
