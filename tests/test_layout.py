@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "build": {"errors", "plugins", "engines"},
     "triton_repo": {"errors", "engines", "orchestrator"},
     "frontend": {"errors", "engines", "orchestrator"},
-    "bench": {"errors", "plugins", "engines", "orchestrator", "build", "supervisor", "llm"},
+    "bench": {"errors", "plugins", "engines", "orchestrator", "build", "supervisor", "llm", "simulate"},
     "doctor": {"errors", "engines", "orchestrator", "build", "supervisor", "llm"},
     "supervisor": {"errors", "orchestrator", "triton_repo", "llm"},  # the front end is a process it starts
 }
