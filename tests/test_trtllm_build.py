@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +308,15 @@ def test_a_step_that_hangs_is_stopped_with_its_workers(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell without job control has its background processes ignore SIGINT, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_build_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
     def interrupt() -> None:
         deadline = time.monotonic() + 60
