@@ -116,11 +116,13 @@ class BlockTable:
 
     def grow(self, columns: int) -> None:
         """Make room for `columns` columns. Raises CapacityError and changes nothing when the pool is short."""
-        self.blocks.extend(self._pool.take(self._missing(columns)))
+        if missing := self._missing(columns):
+            self.blocks.extend(self._pool.take(missing))
 
     def stretch(self, columns: int) -> int:
         """Make room for `columns` columns, or as many as the pool has; returns how many of them there is room for."""
-        self.blocks.extend(self._pool.take(min(self._missing(columns), self._pool.free_blocks)))
+        if missing := self._missing(columns):
+            self.blocks.extend(self._pool.take(min(missing, self._pool.free_blocks)))
         return min(columns, self.columns)
 
     def truncate(self, columns: int) -> None:
@@ -131,6 +133,8 @@ class BlockTable:
         keep = self._pool.blocks_for(columns)
         if keep and columns < min(keep, len(self._digests)) * self._pool.block_size:
             raise ValueError(f"cannot truncate to column {columns}: block {keep - 1} of the table is published")
+        if keep >= len(self.blocks):
+            return
         self._pool.give(self.blocks[keep:])
         del self.blocks[keep:]
         del self._digests[keep:]

@@ -52,7 +52,7 @@ from saguaro.orchestrator.service_protocol import (
 from saguaro.orchestrator.target import Target
 from saguaro.orchestrator.telemetry import Telemetry
 from saguaro.orchestrator.types import MODES, RequestSampling, SamplingParams, TokenLogprobs
-from saguaro.orchestrator.verifier import Verifier
+from saguaro.orchestrator.verifier import RoundResult, Verifier
 
 _log = logging.getLogger(__name__)
 _IDLE_MS = 20
@@ -78,6 +78,16 @@ class _Request:
     first: int = 0  # its first tokens
     last: int = 0  # its latest tokens
     spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round that is over; its times in nanoseconds."""
+
+    batch: list[Sequence]
+    result: RoundResult
+    start: int
+    end: int
 
 
 class Service:
@@ -138,6 +148,8 @@ class Service:
             compiling=lambda: self._compiling,
         )
         self._requests: dict[int, _Request] = {}
+        self._unpublished: _Round | None = None
+        self._gone: set[bytes] = set()  # clients
         self._next_id = 0
         self._epoch = secrets.randbits(64)
         self._running = True
@@ -154,6 +166,7 @@ class Service:
         try:
             while self._running:
                 self._take_commands()
+                self._forget_clients()
                 self._end_overdue()
                 self._take_grammars()
                 self._take_links()
@@ -167,32 +180,39 @@ class Service:
     def _round(self, batch: list[Sequence]) -> None:
         self._verifier.setting = self._control.setting(len(batch))
         start = time.perf_counter_ns()
-        result = self._verifier.step(batch)
-        now = time.perf_counter_ns()
+        result = self._verifier.step(batch, meanwhile=self._publish)
+        self._unpublished = _Round(batch, result, start, time.perf_counter_ns())
         self._control.observe(batch, result)
-        self._telemetry.round(batch, result)
+        if any(sequence.finish_reason for sequence in batch):
+            self._publish()  # what has ended must not take part in the next round
+
+    def _publish(self) -> None:
+        """Count and stream what the last round emitted, while the speculator is at the next one and nobody waits."""
+        if self._unpublished is None:
+            return
+        latest, self._unpublished = self._unpublished, None
+        self._telemetry.round(latest.batch, latest.result)
         events: defaultdict[bytes, list[Event]] = defaultdict(list)  # by client
-        for sequence, tokens in zip(batch, result.tokens, strict=True):
+        for sequence, tokens in zip(latest.batch, latest.result.tokens, strict=True):
             request = self._requests[sequence.id]
             if not request.started:
-                request.started = start
-                self._telemetry.started((start - request.submitted) / 1e9)
+                request.started = latest.start
+                self._telemetry.started((latest.start - request.submitted) / 1e9)
             if request.first:
-                request.spans.extend(result.spans)
+                request.spans.extend(latest.result.spans)
             if tokens:
                 since = request.last or request.submitted
-                self._telemetry.emitted(len(tokens), (now - since) / 1e9, first=not request.first)
-                request.first = request.first or now
-                request.last = now
+                self._telemetry.emitted(len(tokens), (latest.end - since) / 1e9, first=not request.first)
+                request.first = request.first or latest.end
+                request.last = latest.end
             if sequence.error:
                 self._drop(request)
                 failed = Failed(request.number, type(sequence.error).__name__, str(sequence.error))
                 events[request.client].append(failed)
             elif sequence.finish_reason:
-                events[request.client].append(self._finish(request, tokens, now))
+                events[request.client].append(self._finish(request, tokens, latest.end))
             elif tokens:
-                latest = Tokens(request.number, tokens, logprobs=_latest(sequence, tokens))
-                events[request.client].append(latest)
+                events[request.client].append(Tokens(request.number, tokens, logprobs=_latest(sequence, tokens)))
         for client, its in events.items():
             self._send(client, *its)
 
@@ -205,17 +225,25 @@ class Service:
         logprobs = _latest(sequence, tokens)
         return Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs)
 
+    def _forget_clients(self) -> None:
+        if self._gone:
+            self._publish()
+        for request in [request for request in self._requests.values() if request.client in self._gone]:
+            _log.info("a client is gone; its request %d is cancelled", request.sequence.id)
+            self._drop(request)
+        self._gone.clear()
+
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        for request in [request for request in self._requests.values() if request.deadline <= now]:
-            if request.sequence.id in self._requests:  # unless its client was found gone just now
-                request.sequence.finish_reason = "timeout"
-                self._send(request.client, self._finish(request, [], time.perf_counter_ns()))
+        overdue = [request for request in self._requests.values() if request.deadline <= now]
+        if overdue:
+            self._publish()
+        for request in overdue:
+            request.sequence.finish_reason = "timeout"
+            self._send(request.client, self._finish(request, [], time.perf_counter_ns()))
 
     def _drop(self, request: _Request, refused: SaguaroError | None = None) -> None:
-        """Harmless when done twice: a client that is found to be gone takes all its requests along."""
-        if self._requests.pop(request.sequence.id, None) is None:
-            return
+        del self._requests[request.sequence.id]
         if refused:
             self._telemetry.refused(refused)
         else:
@@ -230,8 +258,8 @@ class Service:
         """Queue requests whose grammar is ready; refuse those whose cannot be used, or takes too long."""
         for request in list(self._requests.values()):
             compiled = request.grammar
-            if compiled is None or request.sequence.id not in self._requests:
-                continue  # nothing to wait for, or its client was found gone just now
+            if compiled is None:
+                continue
             try:
                 if compiled.done():
                     request.sequence.grammar = compiled.result()
@@ -276,6 +304,7 @@ class Service:
 
     def _command(self, client: bytes, data: bytes) -> None:
         command = decode_command(data)
+        self._publish()  # an answer must not overtake tokens
         match command:
             case Submit():
                 try:
@@ -407,15 +436,13 @@ class Service:
 
     def _send(self, client: bytes, *events: Event) -> None:
         """Queue events; the socket delivers it as fast as the client reads. What a request can queue is bounded by
-        its max_tokens. A client that has vanished takes its requests along."""
+        its max_tokens. A client that has vanished takes its requests along, between two rounds."""
         try:
             self._socket.send_multipart([client, encode(list(events))], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            _log.info("a client is gone; its requests are cancelled")
-            for request in [request for request in self._requests.values() if request.client == client]:
-                self._drop(request)
+            self._gone.add(client)
 
 
 def _latest(sequence: Sequence, tokens: list[int]) -> list[TokenLogprobs]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from saguaro.errors import ProtocolError, SaguaroError
 from saguaro.orchestrator import sampling, shards
@@ -57,8 +59,10 @@ class Verifier:
         self.setting = setting  # of the next round
         self.link = DraftLinks(replicas)
 
-    def step(self, batch: Rows[Sequence]) -> RoundResult:
+    def step(self, batch: Rows[Sequence], meanwhile: Callable[[], None] | None = None) -> RoundResult:
         """Send the last outcomes, take the speculations, verify them in one forward, commit.
+
+        `meanwhile` is called once, when the speculator has been asked.
 
         Each sequence has the blocks for the tokens it is to compute. Without a speculator, or when it is late, a row
         simply carries no speculation: plain decoding. A row for which the speculator still has to draft may sit the
@@ -67,6 +71,8 @@ class Verifier:
         start = self._timeline.clock()
         decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
+        if meanwhile:
+            meanwhile()
         answer = self._answer(asked, len(batch))
         answers = {row.sequence: row for row in answer.rows}
         deferred = [s for s in batch if s.id in answers and answers[s.id].speculation is None]
@@ -223,21 +229,25 @@ class Verifier:
         else:
             sequence.draft_length = asked.length if asked and asked.prefill else sequence.draft_length
             sequence.outcome = None
-        _let_go(sequence)
+        _let_go(sequence, drafting=asked is not None)
         return committed
 
     def _defer(self, sequence: Sequence) -> None:
         """The speculator catches up with all but the last token before it drafts from there."""
         sequence.deferred = True
         sequence.draft_length = sequence.length - 1
-        _let_go(sequence)
+        _let_go(sequence, drafting=True)
 
 
-def _let_go(sequence: Sequence) -> None:
-    """Offer what a round has computed to others, and give back the room it took for what is not committed."""
+def _let_go(sequence: Sequence, *, drafting: bool) -> None:
+    """Offer what a round has computed to others, and give back the room it took for what is not committed.
+
+    While it is drafted for, the room for branches is kept: the next round wants as much again.
+    """
     sequence.publish()
     sequence.target_table.truncate(sequence.target_length)
-    sequence.draft_table.truncate(sequence.draft_length)
+    if not drafting:
+        sequence.draft_table.truncate(sequence.draft_length)
 
 
 def _grammar(sequence: Sequence) -> GrammarRef | None:
