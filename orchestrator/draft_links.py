@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from saguaro.orchestrator.draft_link import DraftLink, LinkCounts
 from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, Hello

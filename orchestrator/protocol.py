@@ -7,7 +7,7 @@ payload. Nothing is unpickled; lengths are checked before anything is allocated.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -16,10 +16,14 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.types import Backup, Outcome, RequestSampling, Speculation
 
-VERSION = 5
+VERSION = 6
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Of a message: its fields travel in order, without their names. Made, sent and read by the hundred in a round."""
 
 
 class Kind(IntEnum):
@@ -30,8 +34,7 @@ class Kind(IntEnum):
     VERIFIED = 5
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Part, frozen=True):
     """One forward over so many rows, and what is made of its logits."""
 
     rows: int
@@ -40,8 +43,7 @@ class Step:
     replica: int = 0  # of the draft, whose it is
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(Part, frozen=True):
     """Speculator -> verifier, once after connecting: what the verifier must know to own the draft's block tables."""
 
     token_map_sha256: str
@@ -52,16 +54,14 @@ class Hello:
     steps: tuple[Step, ...] = ()  # measured before connecting
 
 
-@dataclass(frozen=True)
-class GrammarRef:
+class GrammarRef(Part, frozen=True):
     """The grammar of an answer. Its text, of up to 64 KiB, is sent only where the speculator may not have it yet."""
 
     digest: bytes
     text: str | None
 
 
-@dataclass(frozen=True)
-class DraftRow:
+class DraftRow(Part, frozen=True):
     """One sequence in a round. All the speculator needs to serve it; nothing of it is remembered there but KV.
 
     `tokens` are the committed tokens from position `start` on, the first whose draft KV is not valid. With an
@@ -79,9 +79,7 @@ class DraftRow:
     budget: int  # branches to prepare; 0 for plain speculative decoding
     table: tuple[int, ...]  # draft blocks: committed tokens, trunk, and scratch for the branches
     request: RequestSampling  # its parameters without their grammar
-    grammar: GrammarRef | None = (
-        None  # with its text in rows without an outcome: the first, and where anything was lost
-    )
+    grammar: GrammarRef | None = None  # with its text in rows without an outcome: the first, and after any loss
     deferred: bool = False  # it sat out the last round, and does not sit out this one
 
     @property
@@ -90,8 +88,7 @@ class DraftRow:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Part, frozen=True):
     """Verifier -> speculator: the outcomes of the last round and the sequences that joined."""
 
     rows: tuple[DraftRow, ...]
@@ -100,15 +97,13 @@ class Round:
     backup: Backup | None = None  # what drafts after a miss; None: the speculator's own
 
 
-@dataclass(frozen=True)
-class AnswerRow:
+class AnswerRow(Part, frozen=True):
     sequence: int
     hit: bool
     speculation: Speculation | None  # None: the row sits this round out, and its speculation comes with the next answer
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Part, frozen=True):
     """A piece of work on the host's monotonic clock, in nanoseconds: for T_p, T_b and the trace."""
 
     name: str
@@ -118,8 +113,7 @@ class Span:
     replica: int = 0  # of the draft, if it did it
 
 
-@dataclass(frozen=True)
-class CurveFit:
+class CurveFit(Part, frozen=True):
     """Misses of F guesses fitted by scale * F^-exponent, in one situation."""
 
     hit: bool  # the speculation that was verified had been prepared
@@ -131,17 +125,15 @@ class CurveFit:
     rounds: float  # it rests on, with decay
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Part, frozen=True):
     """What only the speculator can see: how its guesses rank, and what drafters without a model would have had
     accepted, by place in the speculation."""
 
     curves: tuple[CurveFit, ...] = ()
-    acceptance: dict[Backup, tuple[float, ...]] = field(default_factory=dict)
+    acceptance: dict[Backup, tuple[float, ...]] = {}
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Part, frozen=True):
     """Speculator -> verifier: every row that is not a prefill, and what it did since the last answer."""
 
     rows: tuple[AnswerRow, ...]
@@ -151,8 +143,7 @@ class Answer:
     report: Report | None = None  # now and then
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(Part, frozen=True):
     """Verifier -> each of several replicas: what all of them together have answered, and is now verified or sits out.
 
     Only then do they work ahead, each on its share of the outcomes.
@@ -161,8 +152,7 @@ class Verified:
     rows: tuple[AnswerRow, ...]
 
 
-@dataclass(frozen=True)
-class Bye:
+class Bye(Part, frozen=True):
     """Either side is leaving in good order."""
 
 

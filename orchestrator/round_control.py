@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence as Rows
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from saguaro.orchestrator.analysis import overall_hit_rate
 from saguaro.orchestrator.collapse_alarm import CollapseAlarm

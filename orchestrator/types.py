@@ -122,16 +122,14 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class SparseProbs:
+class SparseProbs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A distribution with few non-zero entries: what a draft token was drawn from, complete."""
 
     ids: tuple[int, ...]
     probs: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Speculation:
+class Speculation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Up to K draft tokens, and how each was drawn: `draft_probs` None means every token is a point mass."""
 
     tokens: tuple[int, ...] = ()
@@ -163,8 +161,7 @@ class Setting:
         return Setting(lower, min(self.lookahead, lookahead), self.budget if lower == "ssd" else 0, self.backup)
 
 
-@dataclass(frozen=True, order=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
     """What a verification decided: `accepted` draft tokens, then the target's own `bonus` token. Key of the cache."""
 
     accepted: int
@@ -191,7 +188,8 @@ class RequestSampling:
 
     @cached_property
     def packed(self) -> bytes:
-        return msgspec.msgpack.encode(self._fields)
+        asked = {name: value for name, value in vars(self.params).items() if value != getattr(_ORDINARY, name)}
+        return msgspec.msgpack.encode((asked, *self._fields[1:]))
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -203,4 +201,5 @@ class RequestSampling:
         return isinstance(other, RequestSampling) and self._fields == other._fields
 
 
+_ORDINARY = SamplingParams()  # most requests differ from it in a few fields: only those travel
 _request = msgspec.msgpack.Decoder(tuple[SamplingParams, int, int, tuple[int, ...]])

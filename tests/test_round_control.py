@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -270,7 +271,7 @@ def test_the_budget_is_what_the_slowest_replica_can_prepare_times_those_that_are
     assert three.setting(1).budget == 24
     slow = (Step(5, 25_000_000, True), Step(4, 20_000_000), Step(16, 80_000_000))
     for _ in range(600):  # the middle one takes twice as long from now on: 75 ms are left, which are 3 rows
-        three.costs.observe_draft(replace(step, replica=1) for step in slow)
+        three.costs.observe_draft(msgspec.structs.replace(step, replica=1) for step in slow)
     for _ in range(1100):  # until it is looked at again
         three.setting(1)
     assert three.setting(1).budget == 9

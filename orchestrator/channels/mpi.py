@@ -105,7 +105,8 @@ class MpiChannel:
             raise LinkError("the channel is closed")
         while True:
             try:
-                if self._comm.Iprobe(source=0, tag=_TAG, status=status):
+                # Twice: the first look lets MPI take in what has come, which the second one finds.
+                if any(self._comm.Iprobe(source=0, tag=_TAG, status=status) for _ in range(2)):
                     data = bytearray(status.Get_count(MPI.BYTE))
                     self._comm.Recv([data, MPI.BYTE], source=0, tag=_TAG)
                     return bytes(data)
@@ -165,6 +166,7 @@ class Listener:
         self._self = MPI.COMM_SELF.Dup()  # its own, because several listeners may be accepting at a time
         self._accepting: threading.Thread | None = None
         self._accepted: deque[MpiChannel] = deque()
+        self._looked = -_PEER_CHECK  # when for one that is ready
         self._bell = Bell(*_bells(rendezvous, name))
         _write(rendezvous / f"{name}.port", {"port": self._port})
 
@@ -172,8 +174,11 @@ class Listener:
         """A newly connected speculator, if there is one. Never waits."""
         if self._accepted:
             return self._accepted.popleft()
-        busy = self._accepting is not None and self._accepting.is_alive()
-        if not busy and self._ready.exists():
+        now = time.monotonic()
+        if now - self._looked < _PEER_CHECK or (self._accepting is not None and self._accepting.is_alive()):
+            return None
+        self._looked = now
+        if self._ready.exists():
             peer = json.loads(self._ready.read_text())
             self._ready.unlink()
             # `accept` blocks; in a thread it can block nobody even if the speculator dies at this very moment.
