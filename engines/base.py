@@ -6,8 +6,9 @@ and it keeps no state but its weights and the KV pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Protocol
 
 import numpy as np
@@ -109,67 +110,75 @@ def causal_batch(
     block_size: int,
 ) -> ForwardBatch:
     """Rows that continue each sequence at position `starts[s]`; logits for its last `logit_counts[s]` rows."""
-    positions: list[int] = []
-    slots: list[int] = []
-    logit_rows: list[int] = []
-    for ids, start, table, wanted in zip(tokens, starts, tables, logit_counts, strict=True):
-        columns = range(start, start + len(ids))
-        positions.extend(columns)
-        slots.extend(slots_of(table, columns, block_size))
-        logit_rows.extend(range(len(positions) - wanted, len(positions)))
+    rows = tuple(map(len, tokens))
+    columns = [range(start, start + count) for start, count in zip(starts, rows, strict=True)]
+    slots = [slot for table, those in zip(tables, columns, strict=True) for slot in slots_of(table, those, block_size)]
+    wanted = (range(end - count, end) for end, count in zip(accumulate(rows), logit_counts, strict=True))
     return ForwardBatch(
-        token_ids=torch.tensor([token for ids in tokens for token in ids], dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        rows=tuple(len(ids) for ids in tokens),
-        block_tables=tuple(tuple(table) for table in tables),
+        token_ids=_int64(token for ids in tokens for token in ids),
+        positions=_int64(chain.from_iterable(columns)),
+        slots=_int64(slots),
+        rows=rows,
+        block_tables=tuple(map(tuple, tables)),
         fan_out=None,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=_int64(chain.from_iterable(wanted)),
     )
 
 
-class FanOutSteps:
-    """The steps of branch decoding: row i of a sequence feeds branch i's token, depth after depth.
+def _int64(values: Iterable[int]) -> Tensor:
+    return torch.from_numpy(np.fromiter(values, np.int64))  # several times as fast as torch.tensor
 
-    `prefixes[s]` counts the columns before the trunk. What the steps have in common is worked out once, in numpy, which
-    takes a tenth of torch's time for so little.
+
+class FanOutSteps:
+    """The steps of branch decoding at `depths`: row i of a sequence feeds branch i's token, depth after depth.
+
+    `prefixes[s]` counts the columns before the trunk. All but the tokens is worked out once for all depths, in numpy,
+    which takes a tenth of torch's time for so little. Raises EngineError for a block table that is too short.
     """
 
     def __init__(
-        self, fan_outs: Sequence[FanOut], prefixes: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
+        self,
+        fan_outs: Sequence[FanOut],
+        prefixes: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        block_size: int,
+        depths: range,
     ) -> None:
         self._rows = tuple(fan_out.branches for fan_out in fan_outs)
         self._tables = tuple(tuple(table) for table in tables)
-        self._block_size = block_size
+        self._depths = depths
         prefix, trunk, branches = np.array([prefixes, [len(fan_out.counts) for fan_out in fan_outs], self._rows])
         sequence = np.repeat(np.arange(len(fan_outs)), self._rows)
         branch = np.concatenate([np.arange(count) for count in self._rows])
-        # Of each row: its column at depth 0, how far on that of the next depth is, and where its block table begins.
-        self._column = (prefix + trunk)[sequence] + branch
-        self._stride = branches[sequence]
-        self._table = np.cumsum([0, *map(len, self._tables)])[:-1][sequence]
-        self._blocks = np.array([block for table in self._tables for block in table])
-        self._mask = FanOutMask(
-            prefix=torch.from_numpy(prefix),
-            trunk=torch.from_numpy(trunk),
-            branches=torch.from_numpy(branches),
-            fork=torch.tensor([fork for fan_out in fan_outs for fork in fan_out.forks], dtype=torch.int64),
-            branch=torch.from_numpy(branch),
-            depth=0,
-        )
+        fork = np.concatenate([np.repeat(np.arange(len(fan_out.counts)), fan_out.counts) for fan_out in fan_outs])
+        depth = np.array(depths)[:, None]
+        columns = (prefix + trunk)[sequence] + branch + depth * branches[sequence]  # [depths, N]
+        block, offset = np.divmod(columns, block_size)
+        lengths = np.array([len(table) for table in self._tables])
+        if (block >= lengths[sequence]).any():
+            raise EngineError(f"a block table is too short for {int(columns.max()) + 1} columns of trunk and branches")
+        blocks = np.array([block for table in self._tables for block in table], dtype=np.int64)
+        first = np.cumsum(lengths) - lengths  # of each table among them
+        slots = blocks[first[sequence] + block] * block_size + offset
+        context = prefix[sequence] + fork + 1
+        # One call each instead of one for each depth.
+        self._slots = torch.from_numpy(slots).unbind()
+        self._positions = torch.from_numpy(context + depth).unbind()
+        tensors = {"prefix": prefix, "trunk": trunk, "branches": branches, "fork": fork, "branch": branch}
+        self._mask = FanOutMask(**{name: torch.from_numpy(each) for name, each in tensors.items()}, depth=depths.start)
+        vars(self._mask).update(sequence=torch.from_numpy(sequence), context=torch.from_numpy(context))
         self._every_row = torch.arange(len(branch))
 
     def batch(self, tokens: Tensor, depth: int) -> ForwardBatch:
         """The step at `depth` with the rows' tokens [N]. Every row's logits are wanted."""
-        mask = self._mask.at(depth)
-        block, offset = np.divmod(self._column + depth * self._stride, self._block_size)
+        step = depth - self._depths.start
         return ForwardBatch(
             token_ids=tokens,
-            positions=mask.positions,
-            slots=torch.from_numpy(self._blocks[self._table + block] * self._block_size + offset),
+            positions=self._positions[step],
+            slots=self._slots[step],
             rows=self._rows,
             block_tables=self._tables,
-            fan_out=mask,
+            fan_out=self._mask.at(depth),
             logit_rows=self._every_row,
         )
 
@@ -183,4 +192,4 @@ def fan_out_batch(
     block_size: int,
 ) -> ForwardBatch:
     """A single one of the `FanOutSteps`."""
-    return FanOutSteps(fan_outs, prefixes, tables, block_size).batch(tokens, depth)
+    return FanOutSteps(fan_outs, prefixes, tables, block_size, range(depth, depth + 1)).batch(tokens, depth)

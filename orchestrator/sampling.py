@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -38,8 +39,8 @@ from saguaro.orchestrator.scores import (
     Scores,
     adjusted,
     changes_logits,
+    check_numbers,
     check_vocabulary,
-    checked_best,
     filtered,
     needs_history,
     or_zero,
@@ -77,6 +78,8 @@ Probs = NDArray[Any]
 
 # Tokens this close to the best are tried first: their total bounds the noise that tokens further below would need.
 _NEAR = 4.0
+# A draft token this far below the best has p < 5e-5: it is not proposed. Out of reach of any noise:
+_FAR, _HOPELESS = 10.0, 1e3
 _IN_CACHE = 1 << 17  # scores that are looked at together
 _AT_ONCE = 1 << 18  # scores among which it is not worth while to look at a row only when the one before it is accepted
 _SUM_TOLERANCE = 1e-6
@@ -264,13 +267,17 @@ class Query:
     width: int  # candidates wanted of each row
     allowed: Tensor | None = None  # [R, V] bool: the grammar mask
 
-    @property
+    @cached_property
     def filters(self) -> tuple[float, ...]:
         params = self.request.params
         return params.temperature, params.top_k, params.top_p, params.min_p, self.width
 
+    @cached_property
+    def adjusts(self) -> bool:
+        return self.allowed is not None or changes_logits(self.request.params)
+
     def adjusted(self, logits: Tensor) -> Tensor:
-        if self.allowed is None and not changes_logits(self.request.params):
+        if not self.adjusts:
             return logits
         return adjusted(logits, self.request, self.context, self.tails, self.allowed)
 
@@ -285,14 +292,14 @@ def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence:
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     counts = [len(query.tails) for query in queries]
-    parts = logits.split(counts)
-    tables = [query.adjusted(part) for part, query in zip(parts, queries, strict=True)]
     # As in `verify`: queries with equal filters go through the chain together.
     groups = _groups([query.filters for query in queries])
-    untouched = len(groups) == 1 and all(table is part for table, part in zip(tables, parts, strict=True))
+    if len(groups) == 1 and not any(query.adjusts for query in queries):
+        return list(_ranked(logits, queries, rule, confidence).split(counts))
+    tables = [query.adjusted(part) for part, query in zip(logits.split(counts), queries, strict=True)]
     found: dict[int, Candidates] = {}
     for members in groups:
-        table = logits if untouched else torch.cat([tables[index] for index in members])
+        table = torch.cat([tables[index] for index in members])
         ranked = _ranked(table, [queries[index] for index in members], rule, confidence)
         found |= zip(members, ranked.split([counts[index] for index in members]), strict=True)
     return [found[index] for index in range(len(queries))]
@@ -307,20 +314,24 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
         likeliest = [scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1)]
     # All that is needed of the vocabulary: read once, where it is on a device.
     values, ids, *read = to_host(values, ids, *likeliest)
-    best = checked_best(values[:, :1])
+    check_numbers(values[:, 0].numpy())
     tokens, sure = ids.numpy(), read[0].numpy() if read else None
     if params.temperature == 0:
         return Candidates(tokens, None, sure)
-    values = scaled(values, best, params.temperature)
+    values = scaled(values, or_zero(values[:, :1]), params.temperature)
     # Where nothing may follow the row is hopeless anyway, and every listed token as good as the next.
     values = values.masked_fill(values[:, :1] == -math.inf, 0)
     keep = survivors(values, params)
     if rule == "ratio":
         kept = values.masked_fill(~keep, -math.inf)
         return Candidates(tokens, torch.softmax(kept, -1, dtype=torch.float64).numpy(), sure)
-    seeds = np.array([[query.request.seed] for query in queries for _ in query.tails], np.uint64)
-    positions = np.array([[len(query.context) + len(tail)] for query in queries for tail in query.tails])
-    totals = values.numpy() + gumbel(seeds, positions, tokens)
+    # Noise for those alone that can be had: it is what takes the time.
+    scores = values.numpy()
+    row, column = np.nonzero(scores >= scores[:, :1] - _FAR)
+    seeds = np.repeat(np.array([query.request.seed for query in queries], np.uint64), [len(q.tails) for q in queries])
+    positions = np.array([len(query.context) + len(tail) for query in queries for tail in query.tails])
+    totals = scores.astype(np.float64) - _HOPELESS
+    totals[row, column] = scores[row, column] + gumbel(seeds[row], positions[row], tokens[row, column])
     order = np.lexsort((-totals, ~keep.numpy()))
     return Candidates(np.take_along_axis(tokens, order, -1), None, sure)
 
@@ -391,7 +402,11 @@ def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome 
     outcomes: dict[int, Outcome | ConfigError] = {}
     for members in groups:
         table = logits if untouched else torch.cat([tables[index] for index in members])
-        decided = _decide(filtered(table, trials[members[0]].request.params), [trials[i] for i in members], rule)
+        own = [trials[index] for index in members]
+        params = own[0].request.params
+        decided = (
+            _decide(filtered(table, params), own, rule) if params.temperature > 0 else _decide_greedily(table, own)
+        )
         outcomes |= zip(members, decided, strict=True)
     return [outcomes[index] for index in range(len(trials))]
 
@@ -404,10 +419,21 @@ def _groups(keys: Sequence[tuple[float, ...]]) -> list[list[int]]:
     return list(groups.values())
 
 
+def _decide_greedily(table: Tensor, trials: Sequence[Trial]) -> list[Outcome | ConfigError]:
+    """The outcomes of trials at temperature 0, where the rules coincide and filters change nothing."""
+    values = table.cpu().numpy()
+    choices = values.argmax(1)
+    best = values[np.arange(len(values)), choices]
+    check_numbers(best)
+    chosen, firsts = choices.tolist(), _firsts(trials)
+    each = [chosen[first : first + trial.rows] for trial, first in zip(trials, firsts, strict=True)]
+    return _outcomes(trials, firsts, each, (best == -math.inf).tolist(), table.shape[1])
+
+
 def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
     """The outcomes of trials with equal filters, from their scores."""
-    firsts = np.cumsum([0, *(trial.rows for trial in trials)])[:-1].tolist()
-    if rule == "ratio" and trials[0].request.params.temperature > 0:
+    firsts = _firsts(trials)
+    if rule == "ratio":
         return [_reject(scores, first, trial) for first, trial in zip(firsts, trials, strict=True)]
     values = scores.values.cpu().numpy()
     ids = None if scores.ids is None else scores.ids.cpu().numpy()
@@ -426,11 +452,30 @@ def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> list[Outcome
         for (index, _), choice in zip(rows, found, strict=True):
             choices[index].append(choice)
         going = [index for index in going if _goes_on(choices[index], trials[index])]
+    return _outcomes(trials, firsts, choices, scores.empty, scores.vocab_size)
+
+
+def _firsts(trials: Sequence[Trial]) -> list[int]:
+    """The first row of each trial."""
+    return list(accumulate((trial.rows for trial in trials[:-1]), initial=0))
+
+
+def _outcomes(
+    trials: Sequence[Trial],
+    firsts: Sequence[int],
+    choices: Sequence[Sequence[int]],
+    empty: Sequence[bool],
+    vocab_size: int,
+) -> list[Outcome | ConfigError]:
+    """By what the target itself says in each trial's rows, and the rows in which no token may follow."""
     outcomes: list[Outcome | ConfigError] = []
     for trial, first, chosen in zip(trials, firsts, choices, strict=True):
         outcome = accept_coupled(chosen, trial.speculation.tokens)
-        empty = next((k for k in range(outcome.accepted + 1) if scores.empty[first + k]), None)
-        outcomes.append(outcome if empty is None else _nothing_follows(len(trial.context) + empty, scores.vocab_size))
+        hopeless = next((k for k in range(outcome.accepted + 1) if empty[first + k]), None)
+        if hopeless is None:
+            outcomes.append(outcome)
+        else:
+            outcomes.append(_nothing_follows(len(trial.context) + hopeless, vocab_size))
     return outcomes
 
 
@@ -443,11 +488,6 @@ def _choices(
     values: NDArray[Any], ids: NDArray[np.int64] | None, rows: Sequence[int], places: Sequence[tuple[Trial, int]]
 ) -> list[int]:
     """What the target itself says in each of these rows, of which each is the k-th of a trial."""
-    if places[0][0].request.params.temperature == 0:
-        if len(rows) == len(values):
-            greedy: list[int] = values.argmax(1).tolist()
-            return greedy
-        return [int(values[row].argmax()) for row in rows]
     seeds = np.array([trial.request.seed for trial, _ in places], np.uint64)
     positions = np.array([len(trial.context) + k for trial, k in places])
     chosen: list[int] = choose(values, np.array(rows), seeds, positions, ids).tolist()

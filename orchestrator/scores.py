@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,6 +25,7 @@ from saguaro.orchestrator.types import RequestSampling, SamplingParams
 # Length of the first list of best tokens that the filters look at; it grows when they keep all of it.
 _LIST = 64
 _GROWTH = 8
+_SMALL = 1 << 14  # scores whose best are found sooner than groups are made
 _MAX_BIAS = 1e30  # beyond any logit, and still a float32
 
 
@@ -74,7 +76,8 @@ def filtered(table: Tensor, params: SamplingParams) -> Scores:
     left as it is, but may be returned. Raises EngineError if a row is not a number.
     """
     greatest = table.amax(-1, keepdim=True)
-    best = checked_best(greatest)
+    check_numbers(greatest.cpu().numpy())
+    best = or_zero(greatest)
     values, ids = table, None
     if params.temperature > 0:
         if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
@@ -172,23 +175,24 @@ def _penalise(table: Tensor, request: RequestSampling, context: Sequence[int], t
 def near_ties(logits: Tensor, tolerance: float) -> list[int]:
     """Rows of [R, V] logits on the host in which another token comes within `tolerance` of the best."""
     table = logits.numpy()  # five times as fast as torch on a CPU
-    close = np.flatnonzero(table >= table.max(1, keepdims=True) - tolerance) // table.shape[1]
-    rows: list[int] = np.flatnonzero(np.bincount(close) > 1).tolist()
+    close = np.flatnonzero(table >= table.max(1, keepdims=True) - tolerance)
+    if len(close) == len(table):
+        return []  # as a rule: nothing comes close to the best one
+    rows: list[int] = np.flatnonzero(np.bincount(close // table.shape[1]) > 1).tolist()
     return rows
 
 
-def checked_best(best: Tensor) -> Tensor:
-    """The best value of each row, 0 for a row without any token. Raises EngineError if one is not a number."""
-    if not bool((best < math.inf).all()):  # nor is a NaN
+def check_numbers(best: NDArray[Any]) -> None:
+    """Raises EngineError if one of the rows' best values is not a finite number. -inf is: a row without any token."""
+    if not (best < math.inf).all():  # nor is a NaN
         raise EngineError(
             "the model returned logits that are not finite numbers (NaN or infinity); its weights or its quantisation "
             "are damaged: verify the engine directory, or rebuild it with a wider dtype"
         )
-    return or_zero(best)
 
 
 def or_zero(best: Tensor) -> Tensor:
-    """The same, 0 for a row without any token."""
+    """The best value of each row, 0 for a row without any token."""
     return best.masked_fill(best == -math.inf, 0)
 
 
@@ -206,11 +210,13 @@ def top(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
     values equal to the last one, which are listed is not specified.
     """
     rows, columns = table.shape
+    if n == 1:
+        return table.max(-1, keepdim=True)  # the first of equal values
     if n >= columns:
         values, ids = table.sort(dim=-1, descending=True, stable=True)
         return values, ids
     height = math.isqrt(columns // n)  # of a group: columns j, j + width, j + 2 width, ...
-    if height < 4:
+    if height < 4 or table.numel() <= _SMALL:
         ids = table.topk(n, -1, sorted=False).indices
     else:
         width = columns // height

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from masks import mask_of
+from saguaro.engines.base import FanOutSteps
+from saguaro.errors import EngineError
 from saguaro.plugins.fan_out import FanOut
 
 
@@ -125,3 +127,13 @@ def test_branches_are_numbered_by_fork(counts: tuple[int, ...]) -> None:
 def test_impossible_counts_are_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="0 or more"):
         FanOut(counts)
+
+
+def test_a_block_table_without_room_for_the_branches_is_refused() -> None:
+    """Two sequences: the first one's rows must not reach into the second one's blocks."""
+    fan_outs, prefixes = [FanOut((1, 2)), FanOut((1,))], [5, 3]  # 13 columns, and 6
+    enough = [[0, 1, 2, 3], [4, 5]]
+    steps = FanOutSteps(fan_outs, prefixes, enough, 4, range(2))
+    assert steps.batch(torch.zeros(4, dtype=torch.int64), 1).slots.tolist() == [10, 11, 12, 21]
+    with pytest.raises(EngineError, match="a block table is too short for 13 columns"):
+        FanOutSteps(fan_outs, prefixes, [[0, 1, 2], [4, 5]], 4, range(2))

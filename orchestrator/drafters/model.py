@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -110,12 +110,13 @@ class ModelDrafter:
                     [b.trunk.prefix for b in active],
                     [b.trunk.row.table for b in active],
                     self._engine.block_size,
+                    range(depth, min(b.trunk.row.lookahead for b in active)),  # then one of them has all its tokens
                 )
-                asked = [(b.trunk, b.tails) for b in active]
+                queries = [self._query(b.trunk, b.tails, 1) for b in active]  # whose tails grow
             batch = steps.batch(torch.tensor([tail[-1] for b in active for tail in b.tails]), depth)
             with self._timeline.step(len(batch.token_ids)):
                 logits = self._engine.forward(batch).logits
-                proposed = self._propose(logits, asked, 1, self._min_confidence > 0)
+                proposed = self._propose(logits, [b.trunk for b in active], queries, self._min_confidence > 0)
                 for b, candidates in zip(active, proposed, strict=True):
                     self._extend(b, candidates, depth)
         return [b.speculations() for b in branches]
@@ -133,9 +134,12 @@ class ModelDrafter:
         most = max((max(fan_out.counts) for fan_out in fan_outs), default=0)
         if most == 0:
             return [[] for _ in trunks]
-        asked = [(trunk, [trunk.draft_tokens[:k] for k in range(len(trunk.draft_tokens) + 1)]) for trunk in trunks]
+        queries = [
+            self._query(trunk, [trunk.draft_tokens[:k] for k in range(len(trunk.draft_tokens) + 1)], most + 1)
+            for trunk in trunks
+        ]
         outcomes: list[list[Outcome]] = []
-        for trunk, fan_out, candidates in zip(trunks, fan_outs, self._propose(logits, asked, most + 1), strict=True):
+        for trunk, fan_out, candidates in zip(trunks, fan_outs, self._propose(logits, trunks, queries), strict=True):
             sent = [*trunk.draft_tokens, None]
             outcomes.append(
                 [
@@ -174,29 +178,37 @@ class ModelDrafter:
             branches.tails[index].append(token)
             branches.probs[index].append(probs)
 
-    def _propose(
-        self,
-        logits: torch.Tensor,
-        asked: Sequence[tuple[Trunk, Sequence[Sequence[int]]]],
-        needed: int,
-        confidence: bool = False,
-    ) -> list[sampling.Candidates]:
-        """At least `needed` candidates for the token after each tail of each trunk: the rows of `logits`, in order.
+    def _query(self, trunk: Trunk, tails: Sequence[Sequence[int]], needed: int) -> sampling.Query:
+        """At least `needed` candidates for the token after each tail of a trunk.
 
         At temperature > 0 the noise (or the draw) chooses among more than the best few. The history is read only if a
         parameter depends on it.
         """
-        queries = []
-        for (trunk, tails), rows in zip(asked, logits.split([len(tails) for _, tails in asked]), strict=True):
-            row = trunk.row
-            width = needed if row.request.params.temperature == 0 else max(needed, self._width)
-            context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
-            follows = self._grammars is not None and row.grammar is not None
-            if follows or sampling.needs_history(row.request.params):
-                context = self.memory.read(row.table, len(context)).tolist()
-            allowed = self._allowed(row, context, tails, rows) if follows else None
-            queries.append(sampling.Query(row.request, context, tails, width, allowed))
+        row = trunk.row
+        width = needed if row.request.params.temperature == 0 else max(needed, self._width)
+        context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
+        if self._follows(row) or sampling.needs_history(row.request.params):
+            context = self.memory.read(row.table, len(context)).tolist()
+        return sampling.Query(row.request, context, tails, width)
+
+    def _propose(
+        self,
+        logits: torch.Tensor,
+        trunks: Sequence[Trunk],
+        queries: Sequence[sampling.Query],
+        confidence: bool = False,
+    ) -> list[sampling.Candidates]:
+        """Of each trunk's query, from `logits`: its rows one trunk after the other."""
+        if any(self._follows(trunk.row) for trunk in trunks):
+            parts = logits.split([len(query.tails) for query in queries])
+            queries = [
+                replace(query, allowed=self._allowed(trunk.row, query.context, query.tails, part))
+                for trunk, query, part in zip(trunks, queries, parts, strict=True)
+            ]
         return sampling.propose(logits, queries, self._rule, confidence=confidence)
+
+    def _follows(self, row: DraftRow) -> bool:
+        return self._grammars is not None and row.grammar is not None
 
     def _allowed(
         self, row: DraftRow, context: Sequence[int], tails: Sequence[Sequence[int]], logits: torch.Tensor
