@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from saguaro import cli
+from saguaro.commands import decoding
 from saguaro.llm import LLM, Result
 from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, FanOutConfig, ModelConfig, SpeculationConfig
 from saguaro.orchestrator.types import SamplingParams, Setting
@@ -63,7 +64,7 @@ def test_generate_streams_then_says_one_line(store: Path, simulated: Path, nothi
 @pytest.fixture
 def running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands find the deployment that all tests share instead of starting one."""
-    monkeypatch.setattr(cli, "_llm", lambda arguments: nullcontext(llm))
+    monkeypatch.setattr(decoding, "start", lambda arguments: nullcontext(llm))
 
 
 @pytest.mark.usefixtures("running")
@@ -106,7 +107,7 @@ def test_compare_fixes_what_auto_has_found(
             happened.append(mode)
             return [answer]
 
-    monkeypatch.setattr(cli, "_llm", lambda arguments: Recorder())
+    monkeypatch.setattr(decoding, "start", lambda arguments: Recorder())
     monkeypatch.setattr("saguaro.llm.LLM", Recorder)
     assert cli.main(["generate", "--raw", "--compare", "--json", "hello"]) == 0
     found = json.loads(capsys.readouterr().out)

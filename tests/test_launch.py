@@ -20,6 +20,7 @@ import pytest
 
 from conftest import RANK, in_loop
 from saguaro import cli
+from saguaro.commands import decoding
 from saguaro.errors import ConfigError, LaunchError
 from saguaro.frontend.figures import Scrape, figures
 from saguaro.llm import LLM, build_engines
@@ -175,7 +176,7 @@ def test_priority_and_time_reach_the_service_from_the_command_line(
     sent = []
     stream = llm._launcher.client.stream
     monkeypatch.setattr(llm._launcher.client, "stream", lambda *a, **o: sent.append(o) or stream(*a, **o))
-    monkeypatch.setattr(cli, "_llm", lambda arguments: nullcontext(llm))
+    monkeypatch.setattr(decoding, "start", lambda arguments: nullcontext(llm))
     order = ["--priority", "-3", "--timeout", "1e-9"]
     assert cli.main(["generate", "--raw", "--json", *order, "hello"]) == 0
     answer = json.loads(capsys.readouterr().out)

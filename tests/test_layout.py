@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("build", "engines", "plugins", "orchestrator", "triton_repo", "frontend", "bench", "supervisor", "doctor")
+PACKAGES = (
+    *("build", "engines", "plugins", "orchestrator", "triton_repo", "frontend", "bench", "supervisor", "doctor"),
+    "commands",
+)
 MAY_IMPORT = {
     "errors": set(),
     "plugins": {"errors"},
@@ -151,6 +154,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     for modules, heavy in (
         ("saguaro, saguaro.cli", {"torch", "transformers", "mpi4py", "zmq"}),
         ("saguaro.frontend.openai.__main__", {"torch", "transformers", "mpi4py"}),
+        ("saguaro.commands.status, saguaro.supervisor.control", {"torch", "transformers", "mpi4py"}),
         ("saguaro.supervisor.serve, saguaro.triton_repo.prompt, saguaro.triton_repo.decoder", {"torch", "mpi4py"}),
     ):
         code = f"import sys, {modules}; print({heavy} & set(sys.modules))"
@@ -160,7 +164,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_nothing_but_the_command_line_prints() -> None:
     for path in sources():
-        if path.name == "cli.py" or path.parent.name == "frontend":
+        if path.name == "cli.py" or path.parent.name in ("commands", "frontend"):
             continue
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         assert not [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"], path
