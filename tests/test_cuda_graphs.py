@@ -5,14 +5,10 @@ That a GPU captures and replays what is enqueued is for `tests/gpu/pytorch_pair.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +27,7 @@ from saguaro.orchestrator import sampling, target
 from saguaro.orchestrator.types import Rule, SamplingParams
 from saguaro.plugins import transfers
 from saguaro.plugins.rows import RowTensors
+from scripts import load_script
 from shrinking_batches import shrinking_batches
 from tiny_models import tiny_model
 
@@ -259,14 +256,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    path = Path(__file__).parent / "gpu" / "pytorch_pair.py"
-    spec = importlib.util.spec_from_file_location("gpu_pytorch_pair", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    with patch.object(sys, "path", list(sys.path)), patch.dict(sys.modules, {"gpu_pytorch_pair": module}):
-        spec.loader.exec_module(module)
-    return module
+    return load_script("tests/gpu/pytorch_pair.py")
 
 
 def test_the_gpu_script_checks_on_the_stand_in_where_there_is_no_gpu(

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from compose_spec import PyCompose
 from saguaro.doctor.machine import SHARED_CPU, SHARED_GPU
 from saguaro.engines.schema import parse
 from saguaro.orchestrator.config import DeploymentConfig, ServingConfig, shipped_deployments
+from scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "deployment" / "examples"
@@ -78,11 +78,7 @@ def test_the_images_are_made_of_what_the_contract_names() -> None:
 
 
 def test_what_is_added_to_nvidias_image_replaces_nothing_of_it() -> None:
-    spec = spec_from_file_location("requirements", ROOT / "docker" / "requirements.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("docker/requirements.py")
     added = {re.split(r"[\[<>=]", one)[0] for one in module.requirements(ROOT / "pyproject.toml")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everything = {

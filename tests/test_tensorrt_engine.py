@@ -5,15 +5,13 @@ The engine's contract is in `test_engines.py`; what the network computes, in `te
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, create_autospec, patch
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -46,6 +44,7 @@ from saguaro.engines.inputs import INPUTS, Layout, parts  # noqa: E402
 from saguaro.engines.tensorrt import engine as runtime  # noqa: E402
 from saguaro.engines.tensorrt.engine import TensorrtEngine  # noqa: E402
 from saguaro.engines.tensorrt.log import Log  # noqa: E402
+from scripts import load_script  # noqa: E402
 from tensorrt_network import Builder  # noqa: E402
 from tensorrt_runtime import Context, Runtime, Stream, engine_of  # noqa: E402
 
@@ -592,14 +591,7 @@ def test_the_stream_is_in_order_with_the_callers(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    path = Path(__file__).parent / "gpu" / "tensorrt_draft.py"
-    spec = importlib.util.spec_from_file_location("gpu_tensorrt_draft", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    with patch.object(sys, "path", list(sys.path)), patch.dict(sys.modules, {"gpu_tensorrt_draft": module}):
-        spec.loader.exec_module(module)
-    return module
+    return load_script("tests/gpu/tensorrt_draft.py")
 
 
 def test_the_gpu_script_checks_on_stand_ins_where_there_is_no_gpu(

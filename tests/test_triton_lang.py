@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from compile_kernels import attention_resources, merge_resources, variant_of
 from saguaro.errors import EngineError
 from saguaro.plugins.triton_lang import compile_attention
 from saguaro.plugins.variant import Variant
+from scripts import load_script
 
 HERE = Path(__file__).parent
 
@@ -64,14 +64,8 @@ def test_the_gpu_script_checks_in_the_interpreter_where_there_is_no_gpu(tmp_path
         assert "no CUDA device; --cpu checks the kernel" in refused.stderr
 
 
-def test_the_gpu_script_s_table_names_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("gpu_fan_out", HERE / "gpu" / "fan_out.py")
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_fan_out", script)
-    spec.loader.exec_module(script)
+def test_the_gpu_script_s_table_names_what_was_left_out() -> None:
+    script = load_script("tests/gpu/fan_out.py")
     us = {"kernel": 12.34, "dense": 56.78, "flex": "skipped: time", "flashinfer": "not installed"}
     page = script.table([script.Result((32, 8, 64), 4, 16, 4096, 8, us, 0.756)], 4.1e12)
     assert "Copy ceiling 4100 GB/s" in page

@@ -35,12 +35,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +87,7 @@ from saguaro.orchestrator.types import (  # noqa: E402
     SparseProbs,
     Speculation,
 )
+from scripts import load_script  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -893,13 +892,7 @@ def test_q_that_loses_precision_would_not_be_exact(tmp_path: Path) -> None:
 
 
 def first_hour() -> Any:
-    spec = spec_from_file_location("trtllm_first_hour", ROOT / "tests" / "gpu" / "trtllm_first_hour.py")
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their names
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tests/gpu/trtllm_first_hour.py")
 
 
 def lab_of(script: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -30,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_cases import Case, fan_out_case, random_case
+from gpu_timing import LIMIT_S, copy_ceiling, device_ms, seconds_left
 from masks import mask_of
 from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors
@@ -37,16 +36,10 @@ from saguaro.plugins.triton_lang import Workspace, launch
 from saguaro.plugins.variant import Variant
 
 BLOCK_SIZE, LOOKAHEAD, DEPTH = 16, 7, 3
-LIMIT_S = 220.0
 # (query heads, KV heads, head dim): Llama-3.2-1B and Qwen3-0.6B, the drafts of the paper's pairs.
 MODELS = ((32, 8, 64), (16, 8, 128))
 # Recompiled for every shape, which takes seconds.
 FLEX_SHAPES = ((1, 16, 4096), (4, 16, 4096), (8, 32, 4096))
-_STARTED = time.monotonic()
-
-
-def seconds_left() -> float:
-    return LIMIT_S - (time.monotonic() - _STARTED)
 
 
 def variant_for(query: Tensor, keys: Tensor, rows: RowTensors, **options: float) -> Variant:
@@ -122,24 +115,9 @@ def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def milliseconds(step: Callable[[], object], repetitions: int = 15) -> float:
+def milliseconds(step: Callable[[], object]) -> float:
     """Median time of a step, replayed from a graph."""
-    graph, times = capture(step), []
-    for _ in range(repetitions):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_ceiling() -> float:
-    """Bytes per second of a large copy, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * len(source) / (milliseconds(lambda: target.copy_(source)) / 1000)
+    return device_ms(capture(step).replay)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ import argparse
 import copy
 import json
 import random
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from cuda_stand_in import Stream, engine_on
+from gpu_timing import LIMIT_S, host_ms, llama_1b, seconds_left
 from harness import Pair
 from saguaro.engines.base import ForwardBatch, causal_batch
 from saguaro.engines.cuda import Cuda
@@ -39,16 +38,10 @@ from saguaro.plugins.transfers import to_host
 from shrinking_batches import shrinking_batches
 from tiny_models import tiny_model
 
-LIMIT_S = 220.0
 SIZES = {"vocab_size": 500, "max_model_len": 128, "block_size": 4, "num_blocks": 512}
 # Of the largest logit: what a GPU's kernels may differ by from the CPU's float32, and graphs from single launches.
 TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 0.05)}
 MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
-_STARTED = time.monotonic()
-
-
-def seconds_left() -> float:
-    return LIMIT_S - (time.monotonic() - _STARTED)
 
 
 def engine(model: Any, device: str, *, graphs: bool, **sizes: int) -> PytorchEngine:
@@ -148,16 +141,6 @@ def check(device: str, seeds: int, length: int) -> tuple[dict[str, Any], list[st
 # Fast -----------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(step: Callable[[], object], repetitions: int = 20) -> float:
-    """Median time until the host has the result."""
-    times = []
-    for _ in range(repetitions + 3):
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[3:])
-
-
 def run_to_its_end(engine: PytorchEngine, batch: ForwardBatch) -> None:
     engine.forward(batch)
     torch.cuda.synchronize()
@@ -165,20 +148,8 @@ def run_to_its_end(engine: PytorchEngine, batch: ForwardBatch) -> None:
 
 def measure() -> list[dict[str, float | str]]:
     """Forwards of 1 to 64 rows behind 1,000 tokens, by launches and by graphs; and what reading the logits takes."""
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=128256,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        attn_implementation="eager",
-    )
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model = LlamaForCausalLM(llama_1b(4096)).to(torch.bfloat16).eval()
     sizes = {"vocab_size": 128256, "max_model_len": 4096, "block_size": 16, "num_blocks": 1024}
     engines = {name: engine(model, "cuda", graphs=name == "graphs", **sizes) for name in ("launches", "graphs")}
     results: list[dict[str, float | str]] = []
@@ -189,9 +160,9 @@ def measure() -> list[dict[str, float | str]]:
         batch = causal_batch([range(rows)], [1000], [range(80)], [rows], 16)
         result: dict[str, float | str] = {"rows": rows}
         for name, each in engines.items():
-            result[f"{name}_ms"] = milliseconds(lambda each=each, batch=batch: run_to_its_end(each, batch))
+            result[f"{name}_ms"] = host_ms(lambda each=each, batch=batch: run_to_its_end(each, batch))
         logits = engines["graphs"].forward(batch).logits
-        result["read_ms"] = milliseconds(lambda logits=logits: to_host(logits))
+        result["read_ms"] = host_ms(lambda logits=logits: to_host(logits))
         results.append(result)
     return results
 
@@ -212,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
         "found": found,
         "wrong": wrong,
         "times": measure() if on_gpu else [],
-        "seconds": round(time.monotonic() - _STARTED, 1),
+        "seconds": round(LIMIT_S - seconds_left(), 1),
     }
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0

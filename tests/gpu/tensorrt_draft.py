@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from gpu_timing import copy_ceiling, device_ms, host_ms, llama_1b, seconds_left
 from saguaro.build.recipe import Recipe, TensorrtOptions, Tiny
 from saguaro.build.tiny import TinyWeights
 from saguaro.engines import load_engine
@@ -34,16 +34,10 @@ from saguaro.engines.base import Engine, ForwardBatch, causal_batch, fan_out_bat
 from saguaro.errors import SaguaroError
 from saguaro.plugins.fan_out import FanOut
 
-LIMIT_S = 220.0
 TOLERANCE = 2e-3  # of float32 logits that a GPU's kernels sum in another order
 FAMILIES = ("llama", "qwen3")
 LOOKAHEAD = 7
 VOCABULARY, KEPT = 128256, 32768
-_STARTED = time.monotonic()
-
-
-def seconds_left() -> float:
-    return LIMIT_S - (time.monotonic() - _STARTED)
 
 
 # Right ----------------------------------------------------------------------------------------------------------------
@@ -142,19 +136,8 @@ class Result:
 
 def large_model() -> Any:
     """Llama-3.2-1B's shape, random weights in bfloat16 on the host."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(llama_1b(8192), dtype=torch.bfloat16)
     return model.cpu().eval().requires_grad_(False)
 
 
@@ -207,42 +190,9 @@ def measure(engine: Any, head: int, batch: int, branches: int, prefix: int, ceil
     bucket = next(bucket for bucket in engine._buckets if bucket.rows >= batch * branches)
     layers = 2 * 2048 * (2048 + 512) + 3 * 2048 * 8192
     read = 2 * (16 * layers + 2048 * head) + 2 * 2 * 16 * 8 * 64 * batch * prefix
-    return Result(head, batch, branches, prefix, _median(engine, bucket._replay), _wall(forward), 1e6 * read / ceiling)
-
-
-def _median(engine: Any, replay: Callable[[], None], repetitions: int = 30) -> float:
-    times = []
     with engine._cuda.on_stream():
-        for _ in range(repetitions):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def _wall(step: Callable[[], None], repetitions: int = 30) -> float:
-    times = []
-    for _ in range(repetitions):
-        started = time.perf_counter()
-        step()
-        times.append(1e6 * (time.perf_counter() - started))
-    return statistics.median(times)
-
-
-def copy_ceiling() -> float:
-    """Bytes per second of a large copy, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-        torch.cuda.synchronize()
-
-    copy()
-    return 2 * len(source) / (_wall(copy) / 1e6)
+        replay = device_ms(bucket._replay, 30)
+    return Result(head, batch, branches, prefix, 1e3 * replay, 1e3 * host_ms(forward, 30), 1e6 * read / ceiling)
 
 
 def table(results: list[Result]) -> str:
