@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,9 +41,7 @@ class LlamaCpp:
         return f"{self.threads} threads for each model, draft p_min 0 and n_min 0; {get_system_info().strip(' |')}"
 
     def missing(self) -> str | None:
-        if find_spec("xllamacpp") is None:
-            return "not installed: pip install saguaro-serving[peers]"
-        return self.pair.missing_gguf()
+        return self.pair.missing_for("xllamacpp")
 
     def version(self) -> str:
         return f"xllamacpp {version('xllamacpp')}"

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,7 @@ class OpenVino:
         return f"INFERENCE_NUM_THREADS={self.threads} for each model, num_assistant_tokens"
 
     def missing(self) -> str | None:
-        if find_spec("openvino_genai") is None:
-            return "not installed: pip install saguaro-serving[peers]"
-        return self.pair.missing_gguf()
+        return self.pair.missing_for("openvino_genai")
 
     def version(self) -> str:
         return version("openvino-genai")

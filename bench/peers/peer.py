@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,10 @@ class Pair:
             path.stem.rpartition("-")[2].upper() for path in (self.target_gguf, self.draft_gguf) if path
         )
 
-    def missing_gguf(self) -> str | None:
+    def missing_for(self, package: str) -> str | None:
+        """Why a peer that reads GGUF files with this package cannot run here, and what to do about it."""
+        if find_spec(package) is None:
+            return "not installed: pip install saguaro-serving[peers]"
         return None if self.target_gguf and self.draft_gguf else "needs a pair that was built from GGUF files"
 
 
