@@ -232,6 +232,32 @@ def test_the_command_writes_what_it_measured(
     assert "is of another max_tokens" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("others", [[], ["saguaro"]])
+def test_a_peer_that_fails_is_an_error_when_everything_is_written(
+    others: list[str],
+    tmp_path: Path,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fakes(arguments: Namespace, pair: Pair, store: Path) -> dict[str, list[Any]]:
+        absent = FakePeer("llama.cpp", why_missing="not installed: build it", fails="load")
+        return {
+            "saguaro": [FakePeer("saguaro")],
+            "openvino": [FakePeer("openvino", fails="load")],
+            "llama.cpp": [absent],
+        }
+
+    monkeypatch.setattr(command, "peers_of", fakes)
+    base = ["tiny", "--store", str(store), "--out", str(tmp_path), "--rounds", "1", "--max-tokens", "6"]
+    assert command.main([*base, "--peers", "llama.cpp", "openvino", *others]) == 1
+    document = json.loads((tmp_path / "peers.json").read_text())
+    assert document["failed"] == ["openvino"]
+    assert document["not_measured"]["openvino"] == "openvino: ValueError: no such weights"
+    assert {row["peer"] for row in document["runs"]} == set(others)
+    assert "no such weights" in " ".join(capsys.readouterr().out.split())
+
+
 def test_other_weights_are_nothing_to_compare(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

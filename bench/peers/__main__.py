@@ -87,7 +87,10 @@ def plan_of(arguments: argparse.Namespace, pair: Pair) -> PeerPlan:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write and return the document. Raises SaguaroError for what stops everything."""
+    """Measure, write and return the document. Raises SaguaroError for what stops everything.
+
+    `failed`: the peers of this run that could have run here and did not answer everything; `not_measured` says why.
+    """
     store = arguments.store or default_store()
     pair = find_pair(arguments.deployment[0], store)
     for other in arguments.deployment[1:]:
@@ -115,12 +118,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with console.status("starting") as line:
         for answer in measure(plan, chosen, failures, line.update):
             record.add(answer)
+    failed = [peer.name for peer in chosen if peer.name in failures and peer.missing() is None]
     measured = {run.peer for run in record.runs}
     for peer in everyone:
         if peer.name not in measured:
             failures.setdefault(peer.name, peer.missing() or "not asked for")
     document = report(record.runs, record.peers, failures) | facts | {"command": record.commands}
-    document |= {"max_tokens": plan.max_tokens, "weights": conditions["weights"]}
+    document |= {"max_tokens": plan.max_tokens, "weights": conditions["weights"], "failed": failed}
     (arguments.out / "peers.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if not draw(document["runs"], arguments.out / "peers.png"):
         console.print("no plot: install saguaro-serving[bench]")
@@ -153,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, whatever is not installed; 1 an error, or a peer that has failed; 2 wrong usage."""
     try:
         document = run(_parser().parse_args(words))
     except SaguaroError as error:
@@ -163,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> int:
         table.width = 180  # in a file nothing says how wide it is
     table.print(figures_table(document))
     table.print(ratios_table(document["ratios"]))
-    return 0
+    return 1 if document["failed"] else 0
 
 
 if __name__ == "__main__":
