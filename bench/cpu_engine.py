@@ -76,7 +76,7 @@ class Subject:
 
     def __init__(self, directory: Path, dtype: Dtype) -> None:
         manifest = replace(Manifest.load(directory), dtype=dtype)
-        needed = memory_needed(directory, manifest, BLOCK_SIZE * len(TABLE))
+        needed = memory_needed(directory, manifest, block_size=BLOCK_SIZE, num_blocks=len(TABLE))
         require_memory(needed, f"the model in {dtype}", torch.device("cpu"))
         self.model = stored_model(directory)
         convert(self.model, dtype)

@@ -66,8 +66,15 @@ class Part:
         from saguaro.engines.pytorch import memory_needed  # late: it takes seconds to import
 
         device = torch.device("cuda" if self.demand.on_gpus else "cpu")
-        tokens = self.model.num_blocks * self.model.block_size
-        return memory_needed(self.directory, self.manifest, tokens, device=device) + _OVERHEAD * self.demand.on_gpus
+        needed = memory_needed(
+            self.directory,
+            self.manifest,
+            block_size=self.model.block_size,
+            num_blocks=self.model.num_blocks,
+            device=device,
+            graphs=self.model.cuda_graphs,
+        )
+        return needed + _OVERHEAD * self.demand.on_gpus
 
 
 def parts_of(config: DeploymentConfig, path: Path, store: Path) -> dict[str, Part]:

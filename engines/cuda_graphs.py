@@ -50,11 +50,23 @@ class _Graph:
     replay: Callable[[], None]
 
 
+def buffer_bytes(vocab_size: int, max_model_len: int, block_size: int, num_blocks: int, dtype: torch.dtype) -> int:
+    """Bytes of the inputs and logits that the graphs of an engine share; the arguments are those of `CudaGraphs`."""
+    inputs = Layout(_most(max_model_len, block_size, num_blocks), _INPUTS).size * torch.int32.itemsize
+    return inputs + MAX_ROWS * vocab_size * dtype.itemsize
+
+
+def _most(max_model_len: int, block_size: int, num_blocks: int) -> dict[str, int]:
+    """The sizes of the largest graph's inputs."""
+    width = min(num_blocks, math.ceil((max_model_len + BRANCH_COLUMNS) / block_size))
+    return dict.fromkeys("NSLT", MAX_ROWS) | {"W": width}
+
+
 class CudaGraphs:
     """Graphs of `compute`, which gives the logits [N, vocab_size] of all rows of its inputs.
 
-    Sequences have up to `max_columns` KV columns, in `num_blocks` blocks of `block_size` slots; the KV pool has one
-    block more. Raises CapacityError when the buffers do not fit.
+    Contexts have up to `max_model_len` tokens, in `num_blocks` blocks of `block_size` slots; the KV pool has one block
+    more. `dtype` is the logits'. Raises CapacityError when the buffers do not fit.
     """
 
     def __init__(
@@ -63,21 +75,19 @@ class CudaGraphs:
         compute: Callable[[GraphInputs], Tensor],
         *,
         vocab_size: int,
-        max_columns: int,
+        max_model_len: int,
         block_size: int,
         num_blocks: int,
         dtype: torch.dtype,
     ) -> None:
         self._cuda = cuda
         self._compute = compute
-        self._columns = min(num_blocks, math.ceil(max_columns / block_size)) * block_size
+        self._most = _most(max_model_len, block_size, num_blocks)
+        self._columns = self._most["W"] * block_size
         self._behind = num_blocks * block_size  # the slot for what is padding
-        self._most = dict.fromkeys("NSLT", MAX_ROWS) | {"W": self._columns // block_size}
-        size = Layout(self._most, _INPUTS).size
-        require_memory(
-            4 * size + MAX_ROWS * vocab_size * dtype.itemsize, "the inputs and logits of CUDA graphs", cuda.device
-        )
-        self._inputs = torch.zeros(size, dtype=torch.int32, device=cuda.device)
+        needed = buffer_bytes(vocab_size, max_model_len, block_size, num_blocks, dtype)
+        require_memory(needed, "the inputs and logits of CUDA graphs", cuda.device)
+        self._inputs = torch.zeros(Layout(self._most, _INPUTS).size, dtype=torch.int32, device=cuda.device)
         self._logits = torch.zeros(MAX_ROWS, vocab_size, dtype=dtype, device=cuda.device)
         with cuda.on_stream():
             # The largest first: the others then find its memory large enough.

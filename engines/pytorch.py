@@ -20,7 +20,7 @@ from torch import Tensor
 from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.cuda import Cuda
-from saguaro.engines.cuda_graphs import BRANCH_COLUMNS, CudaGraphs, GraphInputs
+from saguaro.engines.cuda_graphs import CudaGraphs, GraphInputs, buffer_bytes
 from saguaro.engines.decoder import Decoder
 from saguaro.engines.draft_vocab import SpreadHead, narrow_head, read_draft_vocab
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
@@ -128,7 +128,7 @@ class PytorchEngine:
                 cuda,
                 self._compute,
                 vocab_size=vocab_size,
-                max_columns=max_model_len + BRANCH_COLUMNS,
+                max_model_len=max_model_len,
                 block_size=block_size,
                 num_blocks=num_blocks,
                 dtype=torch.promote_types(self._dtype, torch.float32),
@@ -162,8 +162,9 @@ class PytorchEngine:
             config = share_of(config, size)
         if device.type == "cuda" and manifest.dtype == "int8":
             raise EngineError(f"{directory}: int8 is computed on the CPU alone. Build it as bfloat16 for a GPU.")
+        sizes = {"block_size": block_size, "num_blocks": num_blocks}
         require_memory(
-            memory_needed(directory, manifest, num_blocks * block_size, rank, device),
+            memory_needed(directory, manifest, **sizes, rank=rank, device=device, graphs=graphs),
             f"the model and {num_blocks * block_size} tokens of KV",
             device,
         )
@@ -281,11 +282,19 @@ def _mask(batch: ForwardBatch) -> Tensor | FanOutMask:
 
 
 def memory_needed(
-    directory: Path, manifest: Manifest, kv_tokens: int, rank: int = 0, device: torch.device = _CPU
+    directory: Path,
+    manifest: Manifest,
+    *,
+    block_size: int,
+    num_blocks: int,
+    rank: int = 0,
+    device: torch.device = _CPU,
+    graphs: bool = True,
 ) -> int:
-    """Bytes a rank of an engine directory takes on the device, with that many tokens of KV.
+    """Bytes a rank of an engine directory takes on the device for weights, KV blocks and, on CUDA, what graphs share.
 
-    Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not.
+    Mapped weights take memory only as they are first used; the pool must leave room for them, widened or not. What a
+    forward works with, captured or not, is not counted.
     """
     config = load_config(directory, manifest.max_model_len)
     if manifest.tp > 1:
@@ -293,7 +302,12 @@ def memory_needed(
     stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype, device)
     widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
     weights = (directory / weights_file(rank, manifest.tp)).stat().st_size * widening
-    return weights + kv_bytes_per_block(config, kv_tokens, computed)
+    captured = device.type == "cuda" and graphs and manifest.tp == 1
+    pool = (num_blocks + captured) * kv_bytes_per_block(config, block_size, computed)
+    if not captured:
+        return weights + pool
+    logits = torch.promote_types(computed, torch.float32)
+    return weights + pool + buffer_bytes(manifest.vocab_size, manifest.max_model_len, block_size, num_blocks, logits)
 
 
 def _computed(dtype: str, device: torch.device) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from harness import Pair
 from saguaro.engines import cuda_graphs
 from saguaro.engines.base import ForwardBatch, ForwardOutput, causal_batch
 from saguaro.engines.cuda_graphs import BRANCH_COLUMNS, MAX_ROWS, GraphInputs
-from saguaro.engines.pytorch import PytorchEngine
+from saguaro.engines.pytorch import PytorchEngine, memory_needed
 from saguaro.errors import CapacityError, EngineError
 from saguaro.orchestrator import sampling, target
 from saguaro.orchestrator.types import Rule, SamplingParams
@@ -29,7 +30,7 @@ from saguaro.plugins import transfers
 from saguaro.plugins.rows import RowTensors
 from scripts import load_script
 from shrinking_batches import shrinking_batches
-from tiny_models import tiny_model
+from tiny_models import save_engine, tiny_model
 
 SIZES = {"vocab_size": 500, "max_model_len": 128, "block_size": 4, "num_blocks": 64}
 BLOCKS = random.Random(3).sample(range(64), 64)
@@ -159,6 +160,20 @@ def test_without_graphs_nothing_is_captured_and_buffers_that_do_not_fit_are_refu
     monkeypatch.setattr(cuda_graphs, "MAX_ROWS", 2**40)
     with pytest.raises(CapacityError, match="the inputs and logits of CUDA graphs"):
         engine_on(stream, tiny_model("llama", num_hidden_layers=1), **SIZES)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("sizes", [{"block_size": 4, "num_blocks": 64}, {"block_size": 16, "num_blocks": 200}])
+def test_the_memory_needed_is_that_of_weights_pool_and_what_graphs_share(
+    tmp_path: Path, graphs: bool, sizes: dict[str, int]
+) -> None:
+    model = tiny_model("qwen3", torch.bfloat16)
+    manifest = save_engine(model, tmp_path)
+    needed = memory_needed(tmp_path, manifest, **sizes, device=torch.device("cuda"), graphs=graphs)
+    engine = engine_on(Stream(), model, graphs=graphs, **SIZES | sizes)
+    held = [*engine._pool.keys, *engine._pool.values]
+    held += [engine._graphs._inputs, engine._graphs._logits] if engine._graphs else []
+    assert needed == (tmp_path / "model.safetensors").stat().st_size + sum(tensor.nbytes for tensor in held)
 
 
 # Who waits ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from saguaro.build.driver import build, find_recipe, plan
 from saguaro.doctor import deployment, diagnosis, gpus, machine
 from saguaro.doctor.deployment import Part
 from saguaro.doctor.report import Check, Report, Section, size
+from saguaro.engines.cuda_graphs import MAX_ROWS
 from saguaro.engines.manifest import FORMAT, EngineName, Manifest
 from saguaro.engines.pytorch import memory_needed
 from saguaro.errors import ConfigError, LaunchError
@@ -262,7 +263,7 @@ def test_a_deployment_on_the_cpu_can_run_here_and_says_what_it_takes(
     assert "tiny-target (pytorch) is built in" in printed
     assert "target and draft mean the same by each" in printed
     # The same sum as the engine's own when it is loaded.
-    need = memory_needed(directory, Manifest.load(directory), 16384)
+    need = memory_needed(directory, Manifest.load(directory), block_size=16, num_blocks=1024)
     assert f"{need / 2**20:.0f} MiB for the target" in printed
     weights = (directory / "model.safetensors").stat().st_size
     assert need == weights + 16384 * 2 * 4 * 2 * 8 * 4  # 4 layers, 2 heads of 8 values in float32
@@ -313,6 +314,21 @@ def test_a_deployment_on_gpus_cannot_run_without_them(
     assert found(checks, "target ranks")[0][1].startswith("rank 0 GPU 0 on cores")
     with pytest.raises(ConfigError, match="there is no deployment named"):
         diagnosis.diagnose("tiny-tp5", store)
+
+
+def test_graphs_take_memory_of_a_gpu_alone_and_where_they_are_on(store: Path) -> None:
+    recipe = find_recipe("tiny-target")
+    directory = build(recipe, store)
+    manifest = Manifest.load(directory)
+
+    def memory(**options: Any) -> int:
+        found = Part(ModelConfig("tiny-target", **options), recipe, store, directory, manifest).memory
+        assert found is not None
+        return found
+
+    logits = MAX_ROWS * manifest.vocab_size * 4
+    assert memory(devices="auto") - memory(devices="auto", cuda_graphs=False) >= logits
+    assert memory() == memory(cuda_graphs=False)
 
 
 def test_only_problems_that_concern_the_deployment_count() -> None:
