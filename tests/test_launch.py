@@ -243,6 +243,21 @@ async def stream(launcher: Launcher, act: Callable[[int], None] = lambda count: 
     return tokens
 
 
+async def stream_past_kill(launcher: Launcher, victim: int) -> list[int]:
+    """As `stream`, in the midst of which a process is killed."""
+    killed: list[int] = []
+
+    def kill(count: int) -> None:
+        if count > 50 and not killed:
+            os.kill(victim, signal.SIGKILL)
+            killed.append(count)
+
+    tokens = await stream(launcher, kill)
+    assert killed
+    assert killed[0] < 290
+    return tokens
+
+
 async def until(launcher: Launcher, condition: Callable[[Status], bool]) -> Status:
     deadline = time.monotonic() + 60
     while not condition(status := await launcher.client.status()):
@@ -255,16 +270,7 @@ def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(llm: LLM, ca
     async def run(launcher: Launcher) -> None:
         whole = await stream(launcher)
         victim = rank_pid("draft", launcher.runtime)
-        killed: list[int] = []
-
-        def kill(count: int) -> None:
-            if count > 50 and not killed:
-                os.kill(victim, signal.SIGKILL)
-                killed.append(count)
-
-        assert await stream(launcher, kill) == whole
-        assert killed
-        assert killed[0] < 290
+        assert await stream_past_kill(launcher, victim) == whole
         status = await until(launcher, lambda status: status.health == "degraded")
         assert status.mode == "ar"
         assert await stream(launcher) == whole  # the next request is served as well
@@ -300,16 +306,7 @@ async def test_a_killed_replica_costs_hits_alone_and_comes_back(
         whole = await stream(launcher)
         assert min(prepared(await launcher.client.metrics())) > 0  # each has its share
         victim = rank_pid("draft-1", launcher.runtime)
-        killed: list[int] = []
-
-        def kill(count: int) -> None:
-            if count > 50 and not killed:
-                os.kill(victim, signal.SIGKILL)
-                killed.append(count)
-
-        assert await stream(launcher, kill) == whole
-        assert killed
-        assert killed[0] < 290
+        assert await stream_past_kill(launcher, victim) == whole
         status = await until(launcher, lambda status: status.health == "degraded")
         assert (status.mode, status.drafts) == ("ssd", [True, False, True])
         await until(launcher, lambda status: status.health == "ok")
