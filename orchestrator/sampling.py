@@ -240,7 +240,7 @@ def cache_aware(probs: Probs, fan_out: int, scale: Any) -> Probs:
 class Candidates:
     """The draft's best tokens at each of R rows, in order of preference. In the host's memory."""
 
-    ids: NDArray[np.int64]  # [R, width]
+    ids: NDArray[np.int64]  # [R, width], or [R, 1]
     probs: NDArray[np.float64] | None  # [R, width] each row sums to 1: to be drawn from. None: take the first id
     confidence: NDArray[Any] | None = None  # [R] the draft's probability of its likeliest token; None: not asked for
 
@@ -264,13 +264,14 @@ class Query:
     request: RequestSampling
     context: Sequence[int]
     tails: Sequence[Sequence[int]]
-    width: int  # candidates wanted of each row
+    width: int  # candidates that each row is looked at for
     allowed: Tensor | None = None  # [R, V] bool: the grammar mask
+    first: bool = False  # under `coupled` the best one is all that is wanted
 
     @cached_property
     def filters(self) -> tuple[float, ...]:
         params = self.request.params
-        return params.temperature, params.top_k, params.top_p, params.min_p, self.width
+        return params.temperature, params.top_k, params.top_p, params.min_p, self.width, self.first
 
     @cached_property
     def adjusts(self) -> bool:
@@ -332,7 +333,10 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
     positions = np.array([len(query.context) + len(tail) for query in queries for tail in query.tails])
     totals = scores.astype(np.float64) - _HOPELESS
     totals[row, column] = scores[row, column] + gumbel(seeds[row], positions[row], tokens[row, column])
-    order = np.lexsort((-totals, ~keep.numpy()))
+    if queries[0].first:
+        order = np.where(keep.numpy(), totals, -np.inf).argmax(-1, keepdims=True)
+    else:
+        order = np.lexsort((-totals, ~keep.numpy()))
     return Candidates(np.take_along_axis(tokens, order, -1), None, sure)
 
 

@@ -1,6 +1,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -375,12 +376,15 @@ def test_what_is_proposed_to_many_is_proposed_to_each_alone(seed, count, rule, c
         context = generator.integers(0, 23, int(generator.integers(1, 6))).tolist()
         drawn = request(int(generator.integers(2**63)), **KINDS[int(generator.integers(len(KINDS)))])
         allowed = torch.from_numpy(generator.random((3, 23)) < 0.5) if generator.random() < 0.3 else None
-        queries.append(Query(drawn, context, tails, int(generator.integers(2, 9)), allowed))
+        first = bool(generator.random() < 0.5)
+        queries.append(Query(drawn, context, tails, int(generator.integers(2, 9)), allowed, first))
         tables.append(random_logits(3, 23, seed + index))
     together = propose_all(torch.cat(tables), queries, rule, confidence=confidence)
     for found, table, query in zip(together, tables, queries, strict=True):
         (alone,) = propose_all(table, [query], rule, confidence=confidence)
         assert found.ids.tolist() == alone.ids.tolist()
+        (ranked,) = propose_all(table, [replace(query, first=False)], rule, confidence=confidence)
+        assert found.ids[:, 0].tolist() == ranked.ids[:, 0].tolist()
         for name in ("probs", "confidence"):
             mine, own = getattr(found, name), getattr(alone, name)
             assert (mine is None) == (own is None)

@@ -189,7 +189,7 @@ class ModelDrafter:
         context: Sequence[int] = range(trunk.prefix + 1)  # its length is its meaning, unless read
         if self._follows(row) or sampling.needs_history(row.request.params):
             context = self.memory.read(row.table, len(context)).tolist()
-        return sampling.Query(row.request, context, tails, width)
+        return sampling.Query(row.request, context, tails, width, first=needed == 1)
 
     def _propose(
         self,
