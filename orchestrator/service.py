@@ -19,16 +19,14 @@ import zmq
 from tokenizers import Tokenizer
 
 from saguaro.errors import CapacityError, ConfigError, DrainingError, ProtocolError, SaguaroError
-from saguaro.orchestrator.bad_words import encode_bad_words
+from saguaro.orchestrator.admission import Admission
 from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.grammar import Grammars, GrammarState, has_grammar
-from saguaro.orchestrator.kv_blocks import BlockPool, BlockTable
+from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.metrics import request_stats
 from saguaro.orchestrator.protocol import Span, Step
 from saguaro.orchestrator.round_control import RoundControl
-from saguaro.orchestrator.sampling import check_vocabulary
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.sequence import Sequence
 from saguaro.orchestrator.service_protocol import (
@@ -51,7 +49,7 @@ from saguaro.orchestrator.service_protocol import (
 )
 from saguaro.orchestrator.target import Target
 from saguaro.orchestrator.telemetry import Telemetry
-from saguaro.orchestrator.types import MODES, RequestSampling, SamplingParams, TokenLogprobs
+from saguaro.orchestrator.types import TokenLogprobs
 from saguaro.orchestrator.verifier import RoundResult, Verifier
 
 _log = logging.getLogger(__name__)
@@ -106,16 +104,13 @@ class Service:
         verify_steps: tuple[Step, ...] = (),
     ) -> None:
         self._config = config
-        self._target = target
-        self._vocab_size = target.vocab_size
-        self._stop_ids = stop_ids
         self._target_pool = BlockPool(target.num_blocks, target.block_size)
         self._draft_pool = draft_pool
         self._links = links
         serving = config.serving
         # An answer without a limit of its own ends where the model's context or the pool does.
         context = min(target.max_model_len, target.num_blocks * target.block_size)
-        self._tokenizer = tokenizer
+        self._admission = Admission(config.speculation, target, stop_ids, tokenizer, self._target_pool, draft_pool)
         self._grammars = grammars
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._scheduler = Scheduler(
@@ -172,6 +167,8 @@ class Service:
                 self._take_links()
                 if batch := self._scheduler.schedule(self._control.lookahead):
                     self._round(batch)
+                else:
+                    self._publish()
         finally:
             self._verifier.link.close()
             self._compiler.shutdown(wait=False, cancel_futures=True)
@@ -335,63 +332,26 @@ class Service:
         """Raises ConfigError, CapacityError or DrainingError naming what is wrong with the request."""
         if self._draining:
             raise DrainingError(_LEAVING)
-        limits = self._config.speculation
-        mode = submit.mode or limits.limit
-        lookahead = limits.max_lookahead if submit.lookahead is None else submit.lookahead
-        if MODES.index(mode) > MODES.index(limits.limit):
-            raise ConfigError(
-                f"mode {mode!r} is more than this deployment's {limits.limit!r}: ask for {limits.limit!r}"
-            )
-        if not 1 <= lookahead <= limits.max_lookahead:
-            raise ConfigError(
-                f"lookahead must be between 1 and this deployment's {limits.max_lookahead}, got {lookahead}"
-            )
-        if not submit.prompt:
-            raise ConfigError("the prompt has no tokens")
         if any((request.client, request.number) == (client, submit.request) for request in self._requests.values()):
             return  # submitted again after a restart, but it had reached this service already
         timeout = math.inf if submit.timeout_s is None else submit.timeout_s
         if not timeout > 0:
             raise ConfigError(f"timeout_s must be above 0, or left out for no limit, got {timeout}")
-        if not all(0 <= token < self._vocab_size for token in submit.prompt + submit.delivered):
-            raise ConfigError(f"the prompt has token ids outside 0 to {self._vocab_size - 1}")
-        if submit.params.n != 1:
-            raise ConfigError("a request has one answer: submit each of SamplingParams.samples() instead of n > 1")
-        params = self._in_tokens(submit.params)
-        if len(submit.delivered) >= params.max_tokens:
-            raise ConfigError(f"{len(submit.delivered)} tokens are delivered and max_tokens is {params.max_tokens}")
-        check_vocabulary(params, self._vocab_size)
-        mode = self._target.admit(params, mode)
-        sequence = Sequence(
-            id=self._next_id,
-            request=RequestSampling(
-                params=params.without_grammar(),
-                seed=secrets.randbits(64) if params.seed is None else params.seed,
-                prompt_length=len(submit.prompt),
-                stop_ids=(() if params.ignore_eos else self._stop_ids) + params.stop_token_ids,
-            ),
-            tokens=list(submit.prompt),
-            mode=mode,
-            lookahead=lookahead,
-            target_table=BlockTable(self._target_pool),
-            draft_table=BlockTable(self._draft_pool),
-            priority=submit.priority,
-            text=TextStream(self._tokenizer, params) if self._tokenizer and params.stop else None,
-        )
+        sequence = self._admission.sequence(self._next_id, submit)
         now, deadline = time.perf_counter_ns(), time.monotonic() + timeout
         request = _Request(
             client, submit.request, sequence, submit.trace, now, deadline, submit.delivered, submit.resumed
         )
-        if self._grammars and has_grammar(params):
+        if self._grammars and has_grammar(submit.params):
             if self._compiling >= self._config.serving.max_queue and not submit.resumed:
                 raise CapacityError(
                     f"{self._compiling} requests wait for their grammars and serving.max_queue is "
                     f"{self._config.serving.max_queue}. Try again later, or raise it in the deployment"
                 )
-            request.grammar = self._compiler.submit(self._grammars.start, params)
+            request.grammar = self._compiler.submit(self._grammars.start, submit.params)
         else:
             self._enqueue(request)
-        self._telemetry.submitted(params, len(submit.prompt), len(submit.delivered))
+        self._telemetry.submitted(submit.params, len(submit.prompt), len(submit.delivered))
         self._next_id += 1
         self._requests[sequence.id] = request
 
@@ -404,15 +364,6 @@ class Service:
     def _compiling(self) -> int:
         """Requests that wait for their grammar."""
         return sum(request.grammar is not None for request in self._requests.values())
-
-    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with text turned into tokens where they have to be tokens."""
-        words = any(isinstance(word, str) for word in params.bad_words)
-        if self._tokenizer is None:
-            if words or params.stop or has_grammar(params):
-                raise ConfigError("stop, bad_words as text and grammars need a tokenizer: this service has none")
-            return params
-        return encode_bad_words(self._tokenizer, params) if words else params
 
     def _status(self) -> Status:
         drafts = self._verifier.link.connected[: self._config.replicas]
