@@ -1,6 +1,6 @@
 """The paper's figures (arXiv 2603.03251) from our own runs.
 
-python -m saguaro.bench.figures 3 4 5        (1, 6, 7 and 11 need nothing else to be running)
+python -m saguaro.bench.figures 3 4 5        (1, 6, 7, 11 and 13 need nothing else to be running)
 
 Each writes figN.json (data, command, machine) and figN.png into `--out`. What takes long, recorded answers and measured
 speeds, is kept in `--data` and taken from there by every figure that needs it. `--draw` only draws what is there.
@@ -146,6 +146,7 @@ FIGURES: dict[int, PaperFigure] = {
         lambda s: _temperatures(s, QWEN, data.times_of(*_profiles(s, QWEN), _SD_LOOKAHEADS, _LISTED[1])),
         plots.temperatures,
     ),
+    13: PaperFigure("Batch size, Qwen3", f"left {_RUN}; right model", QWEN, lambda s: _batches(s, QWEN), plots.batches),
 }
 
 
