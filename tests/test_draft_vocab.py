@@ -13,6 +13,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from harness import Pair
+from saguaro.bench import draft_vocab as bench
+from saguaro.bench.replay import Figures, Played, Text
 from saguaro.build.draft_vocab import frequent_tokens
 from saguaro.build.driver import build, engine_directory
 from saguaro.build.recipe import Recipe, Tiny, read_recipe
@@ -22,7 +24,7 @@ from saguaro.engines.draft_vocab import read_draft_vocab
 from saguaro.engines.manifest import DRAFT_VOCAB, TOKENIZER, Manifest, file_sha256
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.errors import ConfigError, EngineError
-from saguaro.orchestrator.config import find_deployment, read_deployment
+from saguaro.orchestrator.config import FanOutConfig, SpeculationConfig, find_deployment, read_deployment
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.grammar import Grammars
 from saguaro.orchestrator.launch import Launcher
@@ -257,3 +259,52 @@ def test_under_ratio_q_is_zero_for_what_is_left_out(pair: Any, scale: float, mon
             assert token in probs.ids
             assert set(probs.ids) <= kept
             assert abs(sum(probs.probs) - 1) < 1e-9
+
+
+# The bench ------------------------------------------------------------------------------------------------------------
+
+
+def ran(target: PytorchEngine, draft: PytorchEngine, texts: list[Text], setting: SpeculationConfig) -> Figures:
+    """Of the running roles, which have to say those answers: their rounds that could have K+1 tokens."""
+    both = Pair(target, draft, lookahead=setting.max_lookahead, budget=setting.budgets()[-1], width=setting.width)
+    sequences = [
+        both.sequence(
+            text.prompt,
+            SamplingParams(temperature=text.request.params.temperature, seed=seed, max_tokens=len(text.answer)),
+        )
+        for seed, text in enumerate(texts)
+    ]
+    assert both.finish(sequences) == [list(text.answer) for text in texts]
+    rounds: list[list[Played]] = []
+    for sequence, text in zip(sequences, texts, strict=True):
+        at = 1  # after the prefill, which verifies nothing
+        rounds.append([])
+        for r in sequence.rounds[1:]:
+            if len(text.answer) - at <= setting.max_lookahead:
+                break
+            rounds[-1].append(Played(bool(r.hit), r.drafted, r.accepted, None))
+            at += r.accepted + 1
+    return Figures.of(rounds)
+
+
+def test_the_bench_finds_the_rounds_of_a_running_draft(pair: Any, tmp_path: Path) -> None:
+    """Of a list of all tokens those of the whole head, of a shorter one those of a draft that is built with it."""
+    directory = build(recipe(draft_vocab=None, tiny=dataclasses.replace(TINY, noise=0.2)), pair[2].parents[1])
+    lists = bench.lists_of(directory, [100], ())
+    folders = [directory, bench.reduced(directory, lists["100"], tmp_path / "100")]
+    target, draft, reduced = (
+        PytorchEngine.load(each, block_size=bench._BLOCK, num_blocks=40)
+        for each in (build(recipe(draft_vocab=None), pair[2].parents[1]), *folders)
+    )
+    setting = SpeculationConfig(lookahead=3, width=16, fan_out=FanOutConfig(budget=6, policy="uniform"))
+    prompts, ends = [[5, 280, 17], [100], [9, 9, 9, 200]], {299}
+    found = bench.rounds(target, draft, prompts, ends, 30, lists | {"every": list(range(300))}, setting)
+    assert found["covered"]["every"] == 1 > found["covered"]["100"] > 0
+    for temperature in bench.TEMPERATURES:
+        rows = found["rounds"][f"{temperature:g}"]
+        assert rows["every"] == rows[bench.WHOLE]
+        assert rows["every"]["of_all"] == [1, 1, 1]
+        assert rows["100"]["acceptance"] < rows[bench.WHOLE]["acceptance"]
+        figures = ran(target, reduced, bench.answers_of(target, prompts, temperature, ends, 30), setting)
+        for what in ("acceptance", "hit_rate", "tokens_per_round"):
+            assert 0 < rows["100"][what] == getattr(figures, what), (temperature, what)
