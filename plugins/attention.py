@@ -188,10 +188,12 @@ def _slots(table: Sequence[int], columns: Tensor, block_size: int) -> Tensor:
     return torch.tensor(table, dtype=torch.int64)[columns // block_size] * block_size + columns % block_size
 
 
-def visible_columns(mask: Tensor | FanOutMask, row: int, columns: Tensor, window: int = 0) -> Tensor:
-    """Which `columns` of its sequence's block table a row sees. A causal mask is given by the [N] positions."""
+def visible_columns(mask: Tensor | FanOutMask, row: int | Tensor, columns: Tensor, window: int = 0) -> Tensor:
+    """Which `columns` of its sequence's block table a row sees; rows [R, 1] give [R, columns]. A causal mask is given
+    by the [N] positions.
+    """
     if isinstance(mask, FanOutMask):
-        return mask.visible(torch.tensor(row), columns, window)
+        return mask.visible(torch.as_tensor(row), columns, window)
     seen = columns <= mask[row]
     return seen & (columns > mask[row] - window) if window else seen
 
