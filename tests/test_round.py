@@ -23,7 +23,8 @@ from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import ConfigError, LinkError
 from saguaro.orchestrator.fan_out_policy import Lists
 from saguaro.orchestrator.protocol import Answer, Round, decode
-from saguaro.orchestrator.types import Outcome, SamplingParams, Speculation
+from saguaro.orchestrator.sequence import Sequence
+from saguaro.orchestrator.types import Mode, Outcome, SamplingParams, Speculation
 from saguaro.plugins.fan_out import FanOut
 from tiny_models import tiny_model
 
@@ -60,7 +61,7 @@ params = st.builds(
 prompts = st.lists(st.integers(0, 4), min_size=1, max_size=9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(params, prompts, st.integers(1, 6), st.integers(0, 9))
 def test_coupled_emits_the_same_tokens_in_every_mode(p: SamplingParams, prompt: list[int], k: int, budget: int) -> None:
     plain = pair(lookahead=k, budget=budget).run(prompt, p, "ar")
@@ -68,7 +69,7 @@ def test_coupled_emits_the_same_tokens_in_every_mode(p: SamplingParams, prompt: 
     assert pair(lookahead=k, budget=budget).run(prompt, p, "ssd") == plain
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(params, prompts, st.sampled_from(["ar", "sd", "ssd"]), st.integers(1, 4)), min_size=2, max_size=5
@@ -84,9 +85,8 @@ def test_a_batch_of_anything_emits_what_each_emits_alone(requests: list[tuple]) 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tiny_models_in_float64(family: str) -> None:
     """204 draws of (prompt, K, F, parameters, seed) in all: ar = sd = ssd token for token, greedy = HF generate."""
-    target_model = tiny_model(family, seed=0, dtype=torch.float64)
-    draft_model = tiny_model(family, seed=0, dtype=torch.float64)
-    oracle = tiny_model(family, seed=0, dtype=torch.float64)  # untouched by our attention
+    # The last is untouched by our attention.
+    target_model, draft_model, oracle = (tiny_model(family, torch.float64, num_hidden_layers=2) for _ in range(3))
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():  # a draft that agrees with its target often, but not always
         for parameter in draft_model.parameters():
@@ -94,57 +94,73 @@ def test_tiny_models_in_float64(family: str) -> None:
             parameter += scale * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
     vocab = target_model.config.vocab_size
     options = {"vocab_size": vocab, "max_model_len": 128, "block_size": 8}
-    target = PytorchEngine(target_model, num_blocks=64, **options)
-    draft = PytorchEngine(draft_model, num_blocks=256, **options)
+    target = PytorchEngine(target_model, num_blocks=256, **options)
+    draft = PytorchEngine(draft_model, num_blocks=1024, **options)
     draw = random.Random(family)
-    figures: Counter[bool | None] = Counter()
-    for _ in range(68):
-        p = SamplingParams(
+    draws = [
+        SamplingParams(
             temperature=draw.choice([0.0, 0.3, 1.0, 1.5]),
             top_k=draw.choice([0, 0, 5, 40]),
             top_p=draw.choice([1.0, 0.9, 0.5]),
             min_p=draw.choice([0.0, 0.05]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
-            presence_penalty=draw.choice([0.0, 0.5]),
-            frequency_penalty=draw.choice([0.0, 0.3]),
+            presence_penalty=draw.choice([0.0, 0.0, 0.5]),
+            frequency_penalty=draw.choice([0.0, 0.0, 0.3]),
             seed=draw.getrandbits(64),
             max_tokens=10,
         )
-        prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, 12))]
-        k, budget = draw.randint(1, 5), draw.randint(1, 10)
-        plain = Pair(target, draft, lookahead=k, budget=budget).run(prompt, p, "ar")
-        assert Pair(target, draft, lookahead=k, budget=budget).run(prompt, p, "sd") == plain
-        both = Pair(target, draft, lookahead=k, budget=budget)
-        sequence = both.sequence(prompt, p, "ssd")
-        assert both.finish([sequence])[0] == plain
-        figures.update(record.hit for record in sequence.rounds)
+        for _ in range(68)
+    ]
+    prompts = [[draw.randrange(vocab) for _ in range(draw.randint(1, 12))] for _ in draws]
+    ks = [draw.randint(1, 5) for _ in draws]
+
+    def run(mode: Mode, which: range, budget: int = 6) -> list[Sequence]:
+        """Together, because a forward costs little more than it does for one."""
+        both = Pair(target, draft, budget=budget)
+        sequences = [both.sequence(prompts[i], draws[i], mode, ks[i]) for i in which]
+        both.finish(sequences)
+        return sequences
+
+    plain = run("ar", range(68))
+    assert [s.tokens for s in run("sd", range(68))] == [s.tokens for s in plain]
+    figures: Counter[bool | None] = Counter()
+    for group, budget in enumerate((1, 2, 4, 7, 10)):
+        which = range(group, 68, 5)
+        for i, sequence in zip(which, run("ssd", which, budget)):
+            assert sequence.tokens == plain[i].tokens
+            figures.update(record.hit for record in sequence.rounds)
+    assert min(figures[True], figures[False]) > 30  # the draws exercised hits and misses
+    greedy = 0
+    for prompt, p, sequence in zip(prompts, draws, plain):
         penalised = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
         if p.temperature == 0 and not penalised:
+            ids = torch.tensor([prompt])  # the mask, or a token 0 would pass for padding
             expected = oracle.generate(
-                torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-            assert plain == expected
-    assert min(figures[True], figures[False]) > 30  # the draws exercised hits and misses
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=None
+            )[0].tolist()
+            assert sequence.tokens == expected
+            greedy += 1
+    assert greedy
 
 
 def test_ratio_keeps_the_targets_law_over_hits_and_misses() -> None:
     """Chi-square of the first three tokens against the closed form, fixed seeds; the draft is far off on purpose."""
-    count = 3000
+    count = 2000
     law = np.array(TARGET, dtype=float) / 100
     joint = np.einsum("a,ab,bc->abc", law[0], law, law).ravel()
     seen: Counter[tuple[int, ...]] = Counter()
     hits: Counter[bool | None] = Counter()
-    for start in range(0, count, 60):
+    for start in range(0, count, 100):
         both = Pair(
             scripted(TARGET, blocks=2000), scripted(DRAFT, blocks=4000), rule="ratio", lookahead=2, budget=2, width=4
         )
-        batch = [both.sequence([0], SamplingParams(max_tokens=3, seed=start + i)) for i in range(60)]
+        batch = [both.sequence([0], SamplingParams(max_tokens=3, seed=start + i)) for i in range(100)]
         seen.update(tuple(tokens) for tokens in both.finish(batch))
         hits.update(record.hit for sequence in batch for record in sequence.rounds)
     observed = [seen[(a, b, c)] for a in range(5) for b in range(5) for c in range(5)]
     assert stats.chisquare(observed, joint * count).pvalue > 1e-4
-    assert hits[True] > 300
-    assert hits[False] > 300
+    assert hits[True] > 200
+    assert hits[False] > 200
 
 
 def test_a_perfect_draft_always_hits_and_emits_k_plus_one() -> None:
