@@ -79,7 +79,7 @@ def test_pauses_double_and_one_accepted_token_ends_it() -> None:
 
 def test_a_hopeless_request_takes_nothing_from_its_neighbours(caplog: pytest.LogCaptureFixture) -> None:
     """Theirs are the rounds they have alone; it decodes plainly but for probes, which the draft is ready for."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "saguaro")
     both, alone = counting(), counting()
     easy = [both.sequence([1 + i], greedy(90)) for i in range(2)]
     hopeless = both.sequence([0], greedy(110))

@@ -163,7 +163,7 @@ AUTO = SpeculationConfig(mode="auto", lookahead="auto", fan_out=FanOutConfig(bud
 
 def test_everything_automatic_over_the_real_roles(caplog: pytest.LogCaptureFixture) -> None:
     """A good draft, then one that is ten times slower, then as before: with texts as of plain decoding throughout."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "saguaro")
     world = World(AUTO)
     world.rounds(120)
     good = world.rounds(60)
