@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 RANK = b"saguaro.orchestrator.rank"
 # On the command lines of whatever a deployment consists of; Triton's processes carry paths or names of ours.
 PROCESSES = (RANK, b"saguaro.supervisor", b"saguaro.frontend.openai", b"tritonserver", b"triton_python_backend_stub")
-# Tests that start deployments, by file or fixture. `make test` runs them one after the other: they look at the
-# processes of the whole machine, and several ranks need its cores.
+# Tests that start deployments, by file or fixture; a few others are marked one by one. `make test` runs them one after
+# the other: they look at the processes of the whole machine, and several ranks need its cores.
 FILES = {"test_channels", "test_cli", "test_launch", "test_remains", "test_serve", "test_supervisor"}
-FILES |= {"test_tensor_parallel", "test_deterministic", "test_serve_soak"}
+FILES |= {"test_tensor_parallel", "test_serve_soak"}
 FIXTURES = {"llm", "nothing_left", "served"}
 
 

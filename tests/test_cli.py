@@ -14,8 +14,16 @@ import pytest
 
 from saguaro import cli
 from saguaro.commands import decoding
-from saguaro.llm import LLM, Result
-from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, FanOutConfig, ModelConfig, SpeculationConfig
+from saguaro.llm import LLM, Result, _with_overrides
+from saguaro.orchestrator.config import (
+    DeploymentConfig,
+    DraftConfig,
+    FanOutConfig,
+    ModelConfig,
+    SpeculationConfig,
+    find_deployment,
+    read_deployment,
+)
 from saguaro.orchestrator.types import SamplingParams, Setting
 
 
@@ -49,22 +57,29 @@ def test_generate_json_and_trace(store: Path, tmp_path: Path, nothing_left: None
     assert all(event["dur"] >= 0 for event in work)
 
 
-def test_generate_streams_then_says_one_line(store: Path, simulated: Path, nothing_left: None) -> None:
-    done = saguaro(
-        *("generate", "--deployment", str(simulated), "--store", str(store), "--mode", "sd", "--raw"),
-        *("--seed", "4", "--max-tokens", "8", "hello"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("[sd] ")
-    assert "tokens/s, acceptance length" in line
-
-
 @pytest.fixture
 def running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands find the deployment that all tests share instead of starting one."""
     monkeypatch.setattr(decoding, "start", lambda arguments: nullcontext(llm))
+
+
+def test_generate_streams_then_says_one_line(
+    llm: LLM, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(
+        "saguaro.llm.LLM", lambda *given, **options: started.append((given, options)) or nullcontext(llm)
+    )
+    options = ["--deployment", "tiny", "--store", str(store), "--mode", "sd", "--raw", "--seed", "4"]
+    assert cli.main(["generate", *options, "--max-tokens", "8", "hello"]) == 0
+    assert started == [(("tiny",), {"mode": "sd", "lookahead": None, "store": store})]
+    config = read_deployment(find_deployment("tiny"))
+    assert _with_overrides(config, "sd", None).speculation == replace(config.speculation, mode="sd")
+    said = capsys.readouterr()
+    assert said.out
+    line = said.err.strip().splitlines()[-1]
+    assert line.startswith("[ssd] ")  # the mode of the deployment that all tests share
+    assert "tokens/s, acceptance length" in line
 
 
 @pytest.mark.usefixtures("running")

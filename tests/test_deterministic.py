@@ -62,6 +62,7 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     torch.testing.assert_close(expected[0], plain, rtol=0, atol=scale * (1e-5 if name.startswith("float") else 0.05))
 
 
+@pytest.mark.deployment
 def test_ranks_of_a_group_give_the_same_bits_in_any_company(tmp_path: Path) -> None:
     """Sums over four ranks too: which rank's part comes first may depend on an element's place."""
     assert ranks.run(4, ranks.compute_deterministic, tmp_path) == [0] * 4

@@ -289,11 +289,10 @@ def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(llm: LLM, ca
 
 @in_loop
 async def test_a_killed_replica_costs_hits_alone_and_comes_back(
-    store: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
+    store: Path, simulated: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Three replicas of the draft, one of which is killed while it works."""
-    path = find_deployment("tiny")
-    config = read_deployment(path)
+    config = read_deployment(simulated)
     assert config.draft
     config = replace(config, draft=replace(config.draft, replicas=3))
 
@@ -301,7 +300,7 @@ async def test_a_killed_replica_costs_hits_alone_and_comes_back(
         scrape = Scrape(text)
         return [scrape.value("saguaro_branches_prepared_total", replica=str(n)) or 0.0 for n in range(3)]
 
-    async with Launcher(config, *build_engines(config, path, store)) as launcher:
+    async with Launcher(config, *build_engines(config, simulated, store)) as launcher:
         assert (await launcher.client.status()).drafts == [True] * 3
         whole = await stream(launcher)
         assert min(prepared(await launcher.client.metrics())) > 0  # each has its share
@@ -358,8 +357,10 @@ async def test_a_target_that_keeps_dying_ends_its_streams_with_the_reason(
 @pytest.mark.parametrize("role", ["target", "draft"])
 @in_loop
 async def test_a_rank_killed_during_start_is_named(
-    role: str, tiny: Callable[[], Launcher], nothing_left: None, monkeypatch: pytest.MonkeyPatch
+    role: str, store: Path, simulated: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = read_deployment(simulated)
+
     class Doomed(launch._Group):
         def __init__(self, group: str, runtime: Path, plan: GroupPlan, mpi: Mpi) -> None:
             super().__init__(group, runtime, plan, mpi)
@@ -374,7 +375,7 @@ async def test_a_rank_killed_during_start_is_named(
 
     monkeypatch.setattr(launch, "_Group", Doomed)
     with pytest.raises(LaunchError, match=f"the {role} group ended with status"):
-        await enter(tiny())
+        await enter(Launcher(config, *build_engines(config, simulated, store)))
 
 
 @in_loop

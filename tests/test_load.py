@@ -186,10 +186,10 @@ def test_results_are_written(tmp_path: Path) -> None:
 
 
 def test_the_real_tool_sweeps_the_real_server(served: Served, tools: Path) -> None:
-    """Every route, and 1 to 8 requests in flight over gRPC: no request fails, and every answer is complete."""
-    about = {"prompts": ("hello there", "a somewhat longer prompt"), "max_tokens": 12, "window": 4}
+    """Every route, and 1 and 8 requests in flight over gRPC: no request fails, and every answer is complete."""
+    about = {"prompts": ("hello there", "a somewhat longer prompt"), "max_tokens": 12, "window": 2}
     plans = [
-        LoadPlan(**about, concurrencies=(1, 2, 4, 8), modes=("ssd",)),
+        LoadPlan(**about, concurrencies=(1, 8), modes=("ssd",)),
         LoadPlan(**about, concurrencies=(2,), routes=("ensemble-http", "ssd-grpc"), modes=("ar",)),
         LoadPlan(**about, concurrencies=(), rates=(4.0,), modes=("sd",)),
     ]
@@ -198,7 +198,7 @@ def test_the_real_tool_sweeps_the_real_server(served: Served, tools: Path) -> No
     tool = perf_analyzer(tools)
     encode = served.llm.encode
     points = [p for plan in plans for p in run_load(plan, tool=tool, http=http, grpc=grpc, encode=encode)]
-    assert len(points) == 7
+    assert len(points) == 5
     for point in points:
         assert point.requests > 0
         tokens = point.tokens_per_second / point.requests_per_second

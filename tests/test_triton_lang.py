@@ -30,6 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def interpret(cases: int, seconds: float) -> str:
     """Run `kernel_cases.py` in a process whose kernels are interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "SAGUARO_KERNEL_CASES": str(cases)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and they are slow to import
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "kernel_cases.py"],
         cwd=HERE,
