@@ -851,7 +851,7 @@ def test_i01_filters_bind_whatever_is_drafted():
 
 def test_i02_a_sampled_draft_is_accepted_as_theorem_1_says():
     """p = (.6, .4), q = (.5, .5): .90, not the .50 of a point mass; the output follows p either way."""
-    count, sampled, table = 6000, request(5), logits_of([0.6, 0.4], [0.6, 0.4])
+    count, sampled, table = 2000, request(5), logits_of([0.6, 0.4], [0.6, 0.4])
     candidates = propose(logits_of([0.5, 0.5]), sampled, "ratio", [0], NO_TAIL, 2)
     first, accepted = Counter(), 0
     for start in range(1, count + 1):
@@ -859,25 +859,25 @@ def test_i02_a_sampled_draft_is_accepted_as_theorem_1_says():
         outcome = verify(table, sampled, "ratio", range(start), Speculation((token,), (q,)))
         accepted += outcome.accepted
         first[token if outcome.accepted else outcome.bonus] += 1
-    assert abs(accepted / count - 0.90) < 0.01
+    assert abs(accepted / count - 0.90) < 0.02
     assert chisquare([first[0], first[1]], [0.6 * count, 0.4 * count]).pvalue > 1e-4
 
 
 def test_i02_as_point_masses_the_same_drafts_are_accepted_half_the_time():
-    count, sampled, table = 3000, request(3), logits_of([0.6, 0.4], [0.6, 0.4])
+    count, sampled, table = 1500, request(3), logits_of([0.6, 0.4], [0.6, 0.4])
     first, accepted = Counter(), 0
     for start in range(1, count + 1):
         token = int(uniform(3, start, Purpose.DRAFT) >= 0.5)
         outcome = verify(table, sampled, "ratio", range(start), Speculation((token,)))
         accepted += outcome.accepted
         first[token if outcome.accepted else outcome.bonus] += 1
-    assert abs(accepted / count - 0.5) < 0.04
+    assert abs(accepted / count - 0.5) < 0.05
     assert chisquare([first[0], first[1]], [0.6 * count, 0.4 * count]).pvalue > 1e-4
 
 
 def test_i05_a_greedy_draft_at_a_temperature_is_a_point_mass():
     """Token 0 with probability .60; dividing by the draft's soft .5 would accept it always."""
-    count, sampled, table = 3000, request(4), logits_of([0.6, 0.4], [0.6, 0.4])
+    count, sampled, table = 1500, request(4), logits_of([0.6, 0.4], [0.6, 0.4])
     zeros = 0
     for start in range(1, count + 1):
         outcome = verify(table, sampled, "ratio", range(start), Speculation((0,)))

@@ -98,7 +98,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(requests)
 def test_every_request_gets_the_tokens_of_its_solo_run(plan: list[tuple]) -> None:
     """Staggered arrivals, joins, leaves, cancels, chunks, shared prefixes and preemptions: batch = alone."""
