@@ -160,11 +160,11 @@ class Service:
         """Serve until a client says Shutdown. The speculator is told before this returns."""
         try:
             while self._running:
+                self._take_links()  # before anybody asks how things are
                 self._take_commands()
                 self._forget_clients()
                 self._end_overdue()
                 self._take_grammars()
-                self._take_links()
                 if batch := self._scheduler.schedule(self._control.lookahead):
                     self._round(batch)
                 else:

@@ -289,10 +289,12 @@ def test_a_killed_speculator_costs_nothing_but_speed_and_comes_back(llm: LLM, ca
 
 @in_loop
 async def test_a_killed_replica_costs_hits_alone_and_comes_back(
-    store: Path, simulated: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
+    store: Path, nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three replicas of the draft, one of which is killed while it works."""
-    config = read_deployment(simulated)
+    """Three replicas of the draft, one of which is killed while it works. Real models: they take long enough to load
+    for its absence to be seen."""
+    path = find_deployment("tiny")
+    config = read_deployment(path)
     assert config.draft
     config = replace(config, draft=replace(config.draft, replicas=3))
 
@@ -300,7 +302,7 @@ async def test_a_killed_replica_costs_hits_alone_and_comes_back(
         scrape = Scrape(text)
         return [scrape.value("saguaro_branches_prepared_total", replica=str(n)) or 0.0 for n in range(3)]
 
-    async with Launcher(config, *build_engines(config, simulated, store)) as launcher:
+    async with Launcher(config, *build_engines(config, path, store)) as launcher:
         assert (await launcher.client.status()).drafts == [True] * 3
         whole = await stream(launcher)
         assert min(prepared(await launcher.client.metrics())) > 0  # each has its share
@@ -336,7 +338,7 @@ async def test_a_hanging_speculator_is_waited_for_no_longer_than_the_deadline(
         deadline = time.monotonic() + 10
         while (await launcher.client.status()).stale_answers == 0 and time.monotonic() < deadline:
             await stream(launcher)
-        assert (await launcher.client.status()).stale_answers == 1
+        assert (await launcher.client.status()).stale_answers > 0
     assert "did not answer round" in caplog.text
     assert "speculation resumes" in caplog.text
 
