@@ -85,13 +85,14 @@ def _as_json(result: Result) -> dict[str, object]:
 
 def _line(stats: RequestStats) -> str:
     """One line; a figure that does not exist in this mode is left out."""
+    ahead = stats.mode == "ssd"
     figures = [
         ("{:.2f} tokens/s", stats.tokens_per_second),
         ("acceptance length {:.2f}", stats.acceptance_length if stats.mode != "ar" else None),
-        ("hit rate {:.2f}", stats.hit_rate if stats.mode == "ssd" else None),
-        ("E_hit {:.2f}", stats.e_hit),
-        ("E_miss {:.2f}", stats.e_miss),
-        ("T_p {:.2f}", stats.t_p),
+        ("hit rate {:.2f}", stats.hit_rate if ahead else None),
+        ("E_hit {:.2f}", stats.e_hit if ahead else None),
+        ("E_miss {:.2f}", stats.e_miss if ahead else None),
+        ("T_p {:.2f}", stats.t_p if ahead else None),
         ("wait {:.0f} ms", stats.wait_ms),
         ("verify {:.0f} ms", stats.verify_ms),
         ("first token {:.0f} ms", stats.ttft_ms),
@@ -132,9 +133,11 @@ def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, as_json: bool, or
         return
     plain = results["ar"]
     for name in results:
-        pairs = zip(plain.token_ids, results[name].token_ids)
-        index = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-        if index is not None:
+        tokens = results[name].token_ids
+        if tokens != plain.token_ids:
+            pairs = enumerate(zip(plain.token_ids, tokens))
+            shorter = min(len(plain.token_ids), len(tokens))
+            index = next((i for i, (one, other) in pairs if one != other), shorter)
             tie = index in (*plain.stats.near_ties, *results[name].stats.near_ties)
             reason = "a near-tie of the target's two best tokens" if tie else "not a near-tie: please report this"
             print(f"ar and {name} part at token {index}, {reason}.")

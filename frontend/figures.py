@@ -82,6 +82,8 @@ def figures(now: Scrape, earlier: Scrape, seconds: float | None) -> Figures:
     verifying, waiting = grown("verify_seconds_sum"), grown("wait_seconds_sum")
     verify, length = mean("verify_seconds"), mean("acceptance_length")
     share = ratio(verifying, verifying + waiting)
+    # Idle time is counted when the speculator answers: after plain rounds it may be longer than this span.
+    idle = ratio(grown("speculator_idle_seconds_total"), verifying + waiting)
     return Figures(
         tokens=round(grown("generated_tokens_total")),
         requests=round(grown("requests_finished_total")),
@@ -95,7 +97,7 @@ def figures(now: Scrape, earlier: Scrape, seconds: float | None) -> Figures:
         t_b=ratio(mean("backup_seconds"), verify),
         verify_ms=in_ms(verify),
         wait_ms=in_ms(mean("wait_seconds")),
-        speculator_idle=ratio(grown("speculator_idle_seconds_total"), verifying + waiting),
+        speculator_idle=None if idle is None else min(idle, 1.0),
         ttft_ms=in_ms(mean("time_to_first_token_seconds")),
         inter_token_ms=in_ms(mean("inter_token_latency_seconds")),
     )

@@ -87,7 +87,24 @@ def test_compare_says_whether_the_texts_agree(capsys: pytest.CaptureFixture[str]
     assert cli.main(["generate", "--raw", "--compare", "--max-tokens", "20", "hello"]) == 0
     said = capsys.readouterr().out
     assert "The 3 texts agree, token for token." in said
-    assert [line.split()[0] for line in said.splitlines()[-4:-1]] == ["ar", "sd", "ssd"]
+    _, in_turn, ahead = lines = said.splitlines()[-4:-1]
+    assert [line.split()[0] for line in lines] == ["ar", "sd", "ssd"]
+    assert "T_p" in ahead
+    assert not any(name in in_turn for name in ("hit rate", "E_hit", "E_miss", "T_p"))  # nothing is prepared ahead
+
+
+@pytest.mark.usefixtures("running")
+def test_compare_says_where_a_text_ends_early(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(*arguments: object, mode: str, **order: object) -> list[Result]:
+        return [replace(answer, token_ids=answer.token_ids[: 3 if mode == "ssd" else None])]
+
+    answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=4))[0]
+    monkeypatch.setattr(llm, "generate", cut)
+    assert cli.main(["generate", "--raw", "--compare", "hello"]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("ar and ssd part at token 3, not a near-tie: please report this.\n")
 
 
 def test_compare_fixes_what_auto_has_found(

@@ -140,6 +140,14 @@ def test_a_counter_that_began_anew_counts_from_zero() -> None:
         Scrape("a{ 1")
 
 
+def test_a_speculator_is_not_idle_for_longer_than_the_rounds_took() -> None:
+    """Its idle time during plain rounds is known when it answers again: they may be over when the figures begin."""
+    text = "saguaro_speculator_idle_seconds_total {}\nsaguaro_verify_seconds_sum {}\nsaguaro_wait_seconds_sum {}\n"
+    start, plain, later = (Scrape(text.format(*times)) for times in ((0, 0, 0), (0, 80, 0), (79, 81, 1)))
+    assert figures(later, plain, 2.0).speculator_idle == 1
+    assert figures(later, start, 90.0).speculator_idle == pytest.approx(79 / 82)
+
+
 def test_the_monitor_of_what_is_served_here_is_found_by_its_name_or_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
