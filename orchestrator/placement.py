@@ -7,6 +7,7 @@ asks, ranks 1 to tp compute (its "pre-spawned orchestrator"), so that the leader
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -82,7 +83,12 @@ def place(
         plans[role] = GroupPlan(demand.model, demand.directory, tuple(members))
     if devices and node is not None:
         plans |= _gpu_groups(on_gpus, devices, node, free())
-    return {role: plans[role] for role in demands}
+    users = Counter(core for plan in plans.values() for member in plan.members for core in member.cores)
+    shared = {core for core, count in users.items() if count > 1}
+    return {
+        role: replace(plan, shares_cores=any(not shared.isdisjoint(member.cores) for member in plan.members))
+        for role, plan in ((role, plans[role]) for role in demands)
+    }
 
 
 def replica_of(model: DraftConfig, replica: int) -> DraftConfig:

@@ -28,6 +28,7 @@ class GroupPlan:
     model: ModelConfig
     engine: str  # its directory
     members: tuple[RankPlan, ...]
+    shares_cores: bool = False  # with other processes of the deployment
 
     @property
     def ranks(self) -> int:
@@ -43,9 +44,11 @@ class GroupPlan:
         """What its processes need to find in their environment.
 
         A group sees its own GPUs only, so that its first one is CUDA's device 0 in every rank, and nobody takes memory
-        on another group's. CUDA's own order is by speed; nvidia-smi's, in which they are counted here, by bus.
+        on another group's. CUDA's own order is by speed; nvidia-smi's, in which they are counted here, by bus. Threads
+        that have done their part wait in a loop, unless somebody else needs their core.
         """
-        return {
+        waiting = {"OMP_WAIT_POLICY": "passive"} if self.shares_cores else {}
+        return waiting | {
             "OMP_NUM_THREADS": str(self.model.threads),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices)),

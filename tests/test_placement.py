@@ -197,6 +197,14 @@ def test_the_rank_map_of_a_tensorrt_llm_pair() -> None:
     assert plans["draft"].ordinal(0) == 0
 
 
+def test_threads_wait_asleep_where_cores_are_shared() -> None:
+    """A model that is done would keep its threads spinning on cores that the other one computes on."""
+    own = place({"target": demand("pytorch", threads=2), "draft": demand("pytorch")}, range(3))
+    assert all("OMP_WAIT_POLICY" not in plan.environment for plan in own.values())
+    shared = place({"target": demand("pytorch", threads=2), "draft": demand("pytorch", cores=(1,))}, range(2))
+    assert {plan.environment["OMP_WAIT_POLICY"] for plan in shared.values()} == {"passive"}
+
+
 def test_pytorch_is_on_gpus_where_devices_say_so() -> None:
     demands = {"target": demand("pytorch", 2, devices="auto"), "draft": demand("pytorch", threads=3)}
     plans = place(demands, range(16), read_node(hgx()))
