@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from importlib.util import find_spec
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+# A suite that was started in the background ignores Ctrl-C, and so would every command that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from saguaro.llm import LLM
