@@ -219,9 +219,10 @@ async def _collect(prompt: list[int], chunks: AsyncGenerator[Chunk, None]) -> Re
 
 def build_engines(config: DeploymentConfig, path: Path, store: Path | None) -> tuple[Path, Path | None]:
     """The engine directories of a deployment, built where they are missing."""
-    from saguaro.build.driver import build, default_store
+    from saguaro.build.driver import build
+    from saguaro.cache import cache_folder
 
-    engines = {role: build(recipe, store or default_store()) for role, recipe in find_recipes(config, path).items()}
+    engines = {role: build(recipe, store or cache_folder()) for role, recipe in find_recipes(config, path).items()}
     return engines["target"], engines.get("draft")
 
 

@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LogitsProcessorList
 
-from saguaro.build.driver import build, default_store
+from saguaro.build.driver import build
 from saguaro.build.recipe import find_recipe
+from saguaro.cache import cache_folder
 from saguaro.engines.base import causal_batch
 from saguaro.engines.checkpoint import load_config, load_model, weights_file
 from saguaro.engines.int8 import Int8Linear
@@ -229,7 +230,7 @@ def main(arguments: list[str]) -> None:
     path = options.out / "cpu_engine.json"
     for name in options.recipes:
         recipe = find_recipe(name)
-        directory = build(recipe, default_store())
+        directory = build(recipe, cache_folder())
         tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
         texts = {kind: tokenizer.encode(text, add_special_tokens=False).ids for kind, text in read_texts().items()}
         result: dict[str, Any] = {

@@ -31,7 +31,8 @@ from saguaro.bench.load import shipped_prompts
 from saguaro.bench.replay import Scored, Text, answer_logits, score
 from saguaro.bench.tune import Judge, Stopwatch, Times
 from saguaro.build.draft_vocab import frequent_tokens
-from saguaro.build.driver import build, default_store
+from saguaro.build.driver import build
+from saguaro.cache import cache_folder
 from saguaro.engines import load_engine
 from saguaro.engines.base import Engine, causal_batch
 from saguaro.engines.manifest import DRAFT_VOCAB, TOKENIZER, FileRecord, Manifest, file_sha256
@@ -200,7 +201,7 @@ def run(
     max_tokens: int,
     passes: int,
 ) -> dict[str, Any]:
-    path, store = find_deployment(deployment), default_store()
+    path, store = find_deployment(deployment), cache_folder()
     config = read_deployment(path)
     if config.draft is None:
         raise ConfigError(f"{path} has no draft, whose head could be reduced")

@@ -24,8 +24,9 @@ from saguaro.bench import figure_plots as plots
 from saguaro.bench.figure_sources import LLAMA, QWEN, REAL, Document, Sources, as_plotted, kept
 from saguaro.bench.speed_command import about
 from saguaro.bench.tune import Times
-from saguaro.build.driver import build, default_store
+from saguaro.build.driver import build
 from saguaro.build.recipe import find_recipe
+from saguaro.cache import cache_folder
 from saguaro.engines.profile import Profile
 from saguaro.errors import ConfigError, SaguaroError
 
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     with console.status("") as line:
-        sources = Sources(arguments.store or default_store(), arguments.data, arguments.results, line.update)
+        sources = Sources(arguments.store or cache_folder(), arguments.data, arguments.results, line.update)
         try:
             for number in arguments.figures:
                 if not arguments.draw:

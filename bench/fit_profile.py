@@ -204,7 +204,7 @@ def _miss_curve(curves: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def main() -> None:
-    from saguaro.build.driver import default_store
+    from saguaro.cache import cache_folder
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="BENCH_JSON|DEPLOYMENT")
@@ -220,7 +220,7 @@ def main() -> None:
                 fitted = calibrated(fitted, fit(json.loads(arguments.again.read_text(encoding="utf-8"))))
             write(fitted, arguments.out, document)
         else:
-            fitted = fit_deployment(arguments.source, default_store(), arguments.out, max_tokens=arguments.max_tokens)
+            fitted = fit_deployment(arguments.source, cache_folder(), arguments.out, max_tokens=arguments.max_tokens)
     except SaguaroError as error:
         parser.exit(1, f"{error}\n")
     Console().print_json(data=asdict(fitted))

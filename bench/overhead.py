@@ -102,7 +102,7 @@ def measure(state: RunState, store: Path, max_tokens: int, prompts: int) -> list
 
 
 def main() -> None:
-    from saguaro.build.driver import default_store
+    from saguaro.cache import cache_folder
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?")
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     state = status(arguments.name)
-    runs = measure(state, default_store(), arguments.max_tokens, arguments.prompts)
+    runs = measure(state, cache_folder(), arguments.max_tokens, arguments.prompts)
     ratio = statistics.median(run["triton"] / run["client"] for run in runs)
     result = {
         "deployment": state.name,

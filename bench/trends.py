@@ -137,7 +137,7 @@ def _table(part: str, rows: Sequence[Row]) -> Table:
 
 
 def main() -> None:
-    from saguaro.build.driver import default_store
+    from saguaro.cache import cache_folder
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("deployment")
@@ -157,7 +157,7 @@ def main() -> None:
                 name: tuple(getattr(arguments, name)) for name in ("batches", "budgets", "backups", "temperatures")
             }
             trends = Trends(
-                config, path, default_store(), **varied, max_tokens=arguments.max_tokens, progress=line.update
+                config, path, cache_folder(), **varied, max_tokens=arguments.max_tokens, progress=line.update
             )
             measured = {part: PARTS[part](trends) for part in arguments.parts}
     except SaguaroError as error:

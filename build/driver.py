@@ -19,14 +19,14 @@ from saguaro.build.model_shape import find_shape
 from saguaro.build.models import pull, source_sha256
 from saguaro.build.plan import Plan
 from saguaro.build.recipe import Recipe, find_recipe
-from saguaro.build.store import default_store, locked, progress_bar, require_space, size_text, writing
+from saguaro.build.store import locked, progress_bar, require_space, size_text, writing
 from saguaro.build.tensorrt_plan import plan_tensorrt
 from saguaro.build.trtllm_plan import plan_trtllm
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.trtllm_config import check_version
 from saguaro.errors import ConfigError, EngineError
 
-__all__ = ["build", "default_store", "engine_directory", "find_recipe", "plan"]
+__all__ = ["build", "engine_directory", "find_recipe", "plan"]
 
 log = logging.getLogger(__name__)
 

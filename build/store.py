@@ -31,13 +31,6 @@ from saguaro.errors import CapacityError, ConfigError
 log = logging.getLogger(__name__)
 
 
-def default_store() -> Path:
-    """`saguaro` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "saguaro"
-
-
 def require_space(folder: Path, needed: int, what: str) -> None:
     """Raises CapacityError unless the disk under `folder` has `needed` bytes free."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())

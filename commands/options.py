@@ -38,6 +38,6 @@ def common() -> argparse.ArgumentParser:
 
 
 def store(arguments: argparse.Namespace) -> Path:
-    from saguaro.build.driver import default_store
+    from saguaro.cache import cache_folder
 
-    return Path(arguments.store) if arguments.store else default_store()
+    return Path(arguments.store) if arguments.store else cache_folder()

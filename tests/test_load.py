@@ -11,7 +11,7 @@ import pytest
 
 from saguaro.bench.load import LoadPlan, read_prompts, run_load, shipped_prompts, write_results
 from saguaro.bench.perf_analyzer import perf_analyzer
-from saguaro.build.driver import default_store
+from saguaro.cache import cache_folder
 from saguaro.errors import ConfigError, LaunchError
 from serving import Served
 
@@ -22,10 +22,10 @@ MS = 1_000_000
 def tools() -> Path:
     """Where perf_analyzer is kept: in the user's own cache, because it is fetched and never changes."""
     try:
-        perf_analyzer(default_store())
+        perf_analyzer(cache_folder())
     except LaunchError as error:
         pytest.skip(f"NOT TESTED: perf_analyzer cannot be had on this machine: {error}")
-    return default_store()
+    return cache_folder()
 
 
 # Stands where perf_analyzer would: notes how it was called and exports what the test laid out.

@@ -19,6 +19,7 @@ import pytest
 from saguaro.build import models, sources, store
 from saguaro.build.models import CATALOGUE, PAIRS, Model, installed, local_files, pull, source_sha256
 from saguaro.build.sources import HubFile, ModelFile, PackageParts, SourceUnavailable
+from saguaro.cache import cache_folder
 from saguaro.errors import CapacityError, ConfigError, ModelError
 
 PART = 1000
@@ -476,10 +477,10 @@ def test_the_catalogue_is_consistent() -> None:
 
 def test_the_store_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store.default_store() == tmp_path / "saguaro"
+    assert cache_folder() == tmp_path / "saguaro"
     for ignored in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert store.default_store() == Path.home() / ".cache" / "saguaro"
+        assert cache_folder() == Path.home() / ".cache" / "saguaro"
 
 
 def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:

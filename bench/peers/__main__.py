@@ -30,8 +30,9 @@ from saguaro.bench.peers.report import draw, figures_table, ratios_table, report
 from saguaro.bench.peers.saguaro import Saguaro
 from saguaro.bench.speed import PLACEMENTS, prompts_by_kind
 from saguaro.bench.speed_command import about
-from saguaro.build.driver import build, default_store
+from saguaro.build.driver import build
 from saguaro.build.models import pull
+from saguaro.cache import cache_folder
 from saguaro.engines.manifest import Manifest
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.llm import find_recipes
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     `failed`: the peers of this run that could have run here and did not answer everything; `not_measured` says why.
     """
-    store = arguments.store or default_store()
+    store = arguments.store or cache_folder()
     pair = find_pair(arguments.deployment[0], store)
     for other in arguments.deployment[1:]:
         if weights(find_pair(other, store)) != weights(pair):

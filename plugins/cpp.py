@@ -1,0 +1,88 @@
+"""The kernels in C++, compiled for this machine's CPU when one is first used, and kept in the user's cache.
+
+A kernel is one source beside this file with functions of C: no headers of Python or PyTorch, so that compiling takes
+seconds, any compiler will do, and a library serves every version of either. It is called with the addresses of
+contiguous tensors; the caller checks their shapes. Loops over rows or channels are shared out by OpenMP, on the threads
+that PyTorch uses too: its wheel brings the library that ours asks for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from saguaro.cache import cache_folder
+from saguaro.errors import EngineError
+
+_FLAGS = (
+    "-std=gnu++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+_COMPILERS = ("c++", "g++", "clang++")
+_SECONDS = 120
+
+
+@cache
+def load(kernel: str) -> ctypes.CDLL:
+    """The library of `kernel`.cpp. Raises EngineError without a compiler, or when it cannot compile for this CPU."""
+    source = Path(__file__).with_name(f"{kernel}.cpp")
+    compiler = _compiler(kernel)
+    # All that the result depends on: the macros tell the compiler's version and what this CPU can do.
+    macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)
+    key = hashlib.sha256("\0".join([source.read_text(), *_FLAGS, macros]).encode()).hexdigest()[:16]
+    library = cache_folder() / "kernels" / f"{kernel}-{key}.so"
+    if not library.exists():
+        _compile(compiler, source, library)
+    return ctypes.CDLL(str(library))
+
+
+def _compiler(kernel: str) -> str:
+    named = os.environ.get("CXX")
+    found = next((path for name in ([named] if named else _COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        sought = f"$CXX ({named})" if named else ", ".join(_COMPILERS)
+        raise EngineError(
+            f"the kernel {kernel} is C++ and compiled when it is first used, but there is no compiler here ({sought}). "
+            "Install one (Debian and Ubuntu: apt-get install g++), or build the engine with dtype int8."
+        )
+    return found
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Aside, then renamed: whoever compiles the same at the same time never sees half a library.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            _run([compiler, *_FLAGS, str(source), "-o", str(made)], source.stem)
+            made.rename(library)
+    except OSError as error:
+        raise EngineError(
+            f"the kernel {source.stem} cannot be kept in {library.parent} ({error.strerror}). Make room there, or name "
+            "another folder in $XDG_CACHE_HOME."
+        ) from error
+
+
+def _run(command: list[str], kernel: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(f"compiling the kernel {kernel} took more than {_SECONDS} s: {command[0]}") from error
+    if done.returncode != 0:
+        raise EngineError(
+            f"the kernel {kernel} cannot be compiled on this machine ({' '.join(command)}):\n{done.stderr[-2000:]}\n"
+            "Name another compiler in $CXX, or build the engine with dtype int8."
+        )
+    return done.stdout
