@@ -21,7 +21,7 @@ from saguaro.errors import ConfigError
 
 # What each engine computes in.
 _DTYPES: Final[dict[str, tuple[Dtype, ...]]] = {
-    "pytorch": ("float32", "bfloat16", "int8"),
+    "pytorch": ("float32", "bfloat16", "int8", "int4"),
     "trtllm": ("bfloat16", "fp8"),
     "tensorrt": ("float32", "bfloat16"),
     "simulated": ("bfloat16",),

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.activations import SiLUActivation
 
+from saguaro.engines.int4 import Int4Linear, Norm
 from saguaro.engines.linears import TOGETHER
 
 
@@ -31,7 +33,7 @@ class Decoder:
 
     def __init__(self, model: Any) -> None:
         base = model.base_model
-        self._layers = [_Layer(layer) for layer in base.layers]
+        self._layers = [(_Int4Layer if _is_int4(layer) else _Layer)(layer) for layer in base.layers]
         self._norm = _norm(base.norm)
         self._rotary = base.rotary_emb
 
@@ -64,16 +66,52 @@ class _Layer:
     def add_to(self, hidden: Tensor, cosines: Tensor, sines: Tensor, attend: Callable[..., Tensor]) -> None:
         """Add the layer's attention and feed-forward to `hidden` [N, hidden]."""
         rows, heads = len(hidden), self._heads
-        projected = self._qkv(self._input_norm(hidden)).view(rows, -1, self._dim)
+        projected = self._project(hidden).view(rows, -1, self._dim)
         turned, values = projected.split([heads + self._kv_heads, self._kv_heads], dim=1)
         if self._head_norms:
             parts = turned.split([heads, self._kv_heads], dim=1)
             turned = torch.cat([norm(part) for norm, part in zip(self._head_norms, parts, strict=True)], dim=1)
         turned = turned.roll(self._dim // 2, dims=-1).mul_(sines).addcmul_(turned, cosines)
         attended = attend(turned[:, :heads], turned[:, heads:], values, self._scale)
-        hidden += self._output(attended.reshape(rows, -1))
+        self._add_attended(hidden, attended.reshape(rows, -1))
+        self._add_feed_forward(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, (H + 2 KV heads) * D] queries, keys and values."""
+        return self._qkv(self._input_norm(hidden))
+
+    def _add_attended(self, hidden: Tensor, attended: Tensor) -> None:
+        hidden += self._output(attended)
+
+    def _add_feed_forward(self, hidden: Tensor) -> None:
         gate, up = self._gate_up(self._post_norm(hidden))
         hidden += self._down(self._activation(gate).mul_(up))
+
+
+class _Int4Layer(_Layer):
+    """With the int4 kernel, which does on a row's way to 8 bits, and to its sums, what would be calls of their own."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        self._norms = [Norm.of(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        self._products: list[Callable[..., Tensor]] = [
+            linear.product for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        ]
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return self._products[0](hidden, norm=self._norms[0])
+
+    def _add_attended(self, hidden: Tensor, attended: Tensor) -> None:
+        self._products[1](attended.contiguous(), add_to=hidden)
+
+    def _add_feed_forward(self, hidden: Tensor) -> None:
+        self._products[3](self._products[2](hidden, norm=self._norms[1]), gated=True, add_to=hidden)
+
+
+def _is_int4(layer: Any) -> bool:
+    """Whether all of a layer's products are, and its activation is the one that the kernel knows."""
+    return isinstance(layer.mlp.down_proj, Int4Linear) and isinstance(layer.mlp.act_fn, SiLUActivation)
 
 
 def _side_by_side(parent: Any, name: str) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,7 @@ TOKENIZER = "tokenizer.json"
 DRAFT_VOCAB = "draft_vocab.json"  # the token ids of a reduced head, ascending; absent where the head is whole
 
 EngineName = Literal["pytorch", "trtllm", "tensorrt", "simulated"]
-Dtype = Literal["float32", "bfloat16", "int8", "fp8"]
+Dtype = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Manifest:
     model: str  # as the recipe names it
     source_sha256: str  # of the weights
     family: str  # the model type: llama, qwen2, qwen3
-    dtype: Dtype  # int8: stored as bfloat16, quantised when loaded; fp8: the layers' matrices, calibrated
+    dtype: Dtype  # int8, int4: stored as bfloat16, quantised when loaded; fp8: the layers' matrices, calibrated
     tp: int  # shards: model-RANK-of-TP.safetensors, or model.safetensors for 1
     vocab_size: int  # highest token id of the tokenizer + 1; the model may have more rows (padding)
     max_model_len: int  # tokens

@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saguaro.engines import int4, int8
 from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.cuda import Cuda
@@ -24,7 +25,6 @@ from saguaro.engines.cuda_graphs import CudaGraphs, GraphInputs, buffer_bytes
 from saguaro.engines.decoder import Decoder
 from saguaro.engines.draft_vocab import SpreadHead, narrow_head, read_draft_vocab
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
-from saguaro.engines.int8 import Int8Linear, quantise_linears
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
 from saguaro.engines.linears import pack_linears
 from saguaro.engines.manifest import Manifest
@@ -36,10 +36,12 @@ from saguaro.plugins.rows import RowTensors, check_rows, check_tensors
 from saguaro.plugins.transfers import to_device
 
 _CPU = torch.device("cpu")
-# What the weights of each dtype of a manifest are stored in; int8 is made from them when the engine is loaded.
-_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+# What the weights of each dtype of a manifest are stored in.
+_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16, "int4": torch.bfloat16}
+# What is made from them when the engine is loaded, on the CPU.
+_QUANTISERS: Mapping[str, Callable[[Any], None]] = {"int8": int8.quantise_linears, "int4": int4.quantise_linears}
 # As LOGIT_TOLERANCES: an activation that is rounded the other way moves by a whole step.
-_INT8_TOLERANCE = 0.1
+_QUANTISED_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class PytorchEngine:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.num_blocks = num_blocks
-        int8 = any(isinstance(module, Int8Linear) for module in model.modules())
-        self.logit_tolerance = _INT8_TOLERANCE if int8 else LOGIT_TOLERANCES[self._dtype]
+        quantised = any(isinstance(module, (int8.Int8Linear, int4.Int4Linear)) for module in model.modules())
+        self.logit_tolerance = _QUANTISED_TOLERANCE if quantised else LOGIT_TOLERANCES[self._dtype]
         if deterministic:
             self.logit_tolerance = 0.0
         self._graphs: CudaGraphs | None = None
@@ -160,8 +162,10 @@ class PytorchEngine:
         config = load_config(directory, manifest.max_model_len)
         if group:
             config = share_of(config, size)
-        if device.type == "cuda" and manifest.dtype == "int8":
-            raise EngineError(f"{directory}: int8 is computed on the CPU alone. Build it as bfloat16 for a GPU.")
+        if device.type == "cuda" and manifest.dtype in _QUANTISERS:
+            raise EngineError(
+                f"{directory}: {manifest.dtype} is computed on the CPU alone. Build it as bfloat16 for a GPU."
+            )
         sizes = {"block_size": block_size, "num_blocks": num_blocks}
         require_memory(
             memory_needed(directory, manifest, **sizes, rank=rank, device=device, graphs=graphs),
@@ -300,7 +304,7 @@ def memory_needed(
     if manifest.tp > 1:
         config = share_of(config, manifest.tp)
     stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype, device)
-    widening = 1 if manifest.dtype == "int8" else computed.itemsize // stored.itemsize
+    widening = 1 if manifest.dtype in _QUANTISERS else computed.itemsize // stored.itemsize
     weights = (directory / weights_file(rank, manifest.tp)).stat().st_size * widening
     captured = device.type == "cuda" and graphs and manifest.tp == 1
     pool = (num_blocks + captured) * kv_bytes_per_block(config, block_size, computed)
@@ -324,7 +328,7 @@ def convert(model: Any, dtype: str, device: torch.device = _CPU) -> None:
     Raises EngineError where their kernel is missing.
     """
     if _computed(dtype, device) != _STORED[dtype]:
-        compute_in_float32(model, quantise_linears if dtype == "int8" else pack_linears)
+        compute_in_float32(model, _QUANTISERS.get(dtype, pack_linears))
 
 
 def compute_in_float32(model: Any, replace_linears: Callable[[Any], None]) -> None:
