@@ -21,7 +21,6 @@ from saguaro.plugins import cpp
 
 _KERNEL = "int4_linear"
 _CHANNELS = 16  # of a tile
-_PACKED_ROWS = 4096  # output channels packed at a time, in whole tiles: bounds the float32 copy of a large LM head
 
 
 class Norm(NamedTuple):
@@ -94,18 +93,12 @@ def quantise_linears(model: nn.Module) -> None:
 
 def pack(weights: list[Tensor]) -> Tensor:
     """Weights [out, in], one behind the other, in the kernel's tiles: uint8, 4.75 bits a weight and padding."""
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(torch.bfloat16).contiguous()
     outputs, inputs = weight.shape
     kernel = _kernel()
     tiles = torch.empty(kernel.int4_bytes(outputs, inputs), dtype=torch.uint8)
-    for start in range(0, outputs, _PACKED_ROWS):
-        rows = weight[start : start + _PACKED_ROWS].float().contiguous()
-        if not bool(rows.isfinite().all()):
-            raise EngineError(
-                "int4: a weight is not a finite number. Get the model again, or build with another dtype."
-            )
-        place = tiles[kernel.int4_bytes(start, inputs) :]
-        kernel.int4_pack(rows.data_ptr(), len(rows), inputs, place.data_ptr())
+    if not kernel.int4_pack(weight.data_ptr(), outputs, inputs, tiles.data_ptr()):
+        raise EngineError("int4: a weight is not a finite number. Get the model again, or build with another dtype.")
     return tiles
 
 
@@ -125,6 +118,6 @@ def _kernel() -> ctypes.CDLL:
     library.int4_unpack.argtypes = [pointer, size, size, pointer]
     flag = ctypes.c_int
     library.int4_linear.argtypes = [*[pointer] * 4, ctypes.c_float, flag, pointer, flag, *[size] * 3]
-    for function in (library.int4_pack, library.int4_unpack, library.int4_linear):
+    for function in (library.int4_unpack, library.int4_linear):
         function.restype = None
     return library

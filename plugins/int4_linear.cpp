@@ -289,10 +289,16 @@ struct AmxShapes {
 constexpr auto multiply_amx = multiply_few;
 #endif
 
+template <class Combine> float across(Floats values, Combine combine) {
+    float lanes[CHANNELS];
+    std::memcpy(lanes, &values, sizeof lanes);
+    for (int half = CHANNELS / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = combine(lanes[i], lanes[i + half]);
+    return lanes[0];
+}
+
 float total(Floats values) {
-    float sum = 0;
-    for (int i = 0; i < CHANNELS; i++) sum += values[i];
-    return sum;
+    return across(values, [](float a, float b) { return a + b; });
 }
 
 Floats rounded_within(Floats values, float least, float most) {
@@ -306,9 +312,10 @@ constexpr float FOUND = GROUP * 1e-3f;  // squared steps: what a rounding of 4-b
 // The levels of a group of 32 weights with the least squared error, among ranges that are divided into more or fewer
 // steps: fewer find weights that have been quantised before where they were, more cut off what lies far out.
 void quantise(const float w[GROUP], uint8_t levels[GROUP], uint16_t& scale, uint8_t& zero) {
-    float low = 0, high = 0;
-    for (int i = 0; i < GROUP; i++) low = std::min(low, w[i]), high = std::max(high, w[i]);
-    const Floats first = load<Floats>(w), second = load<Floats>(w + CHANNELS);
+    const Floats first = load<Floats>(w), second = load<Floats>(w + CHANNELS), none = {};
+    Floats lows = first < second ? first : second, highs = first < second ? second : first;
+    const float low = across(lows < none ? lows : none, [](float a, float b) { return a < b ? a : b; });
+    const float high = across(highs > none ? highs : none, [](float a, float b) { return a > b ? a : b; });
     float least = std::numeric_limits<float>::infinity();
     for (int steps : {15, 14, 13, 12, 11, 10, 9, 8, 7, 16, 17, 18}) {
         const uint16_t rounded = to_bfloat16((high - low) / steps);
@@ -336,24 +343,29 @@ long int4_bytes(long outputs, long inputs) {
     return (outputs + CHANNELS - 1) / CHANNELS * groups_of(inputs) * sizeof(Tile);
 }
 
-// weight [outputs, inputs] -> tiles. Finite weights only.
-void int4_pack(const float* weight, long outputs, long inputs, uint8_t* to) {
-    long groups = groups_of(inputs), tiles = (outputs + CHANNELS - 1) / CHANNELS;
+// weight [outputs, inputs] in bfloat16 -> tiles. Returns whether all weights are finite numbers.
+int int4_pack(const uint16_t* weight, long outputs, long inputs, uint8_t* to) {
+    const long groups = groups_of(inputs), tiles = (outputs + CHANNELS - 1) / CHANNELS;
+    int finite = 1;
     std::memset(to, 0, int4_bytes(outputs, inputs));
-#pragma omp parallel for
+#pragma omp parallel for reduction(&& : finite)
     for (long t = 0; t < tiles; t++)
         for (long group = 0; group * GROUP < inputs; group++) {
             Tile& tile = ((Tile*)to)[t * groups + group];
             for (long c = 0; c < std::min(CHANNELS, outputs - t * CHANNELS); c++) {
                 float w[GROUP] = {};
                 uint8_t levels[GROUP] = {};
-                std::memcpy(w, weight + (t * CHANNELS + c) * inputs + group * GROUP,
-                            std::min(GROUP, inputs - group * GROUP) * sizeof(float));
+                const uint16_t* from = weight + (t * CHANNELS + c) * inputs + group * GROUP;
+                for (long i = 0; i < std::min(GROUP, inputs - group * GROUP); i++) {
+                    w[i] = from_bfloat16(from[i]);
+                    finite = finite && (from[i] & 0x7f80) != 0x7f80;
+                }
                 quantise(w, levels, tile.scale[c], tile.zero[c]);
                 for (int i = 0; i < GROUP / 2; i++)
                     tile.levels[i / 4][4 * c + i % 4] = levels[i] | levels[i + GROUP / 2] << 4;
             }
         }
+    return finite;
 }
 
 // What the tiles stand for: weight [outputs, inputs].
