@@ -41,7 +41,9 @@ def add(commands: Subparsers) -> None:
     bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of each answer (default 96)")
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="batches of each kind of prompt (default 3)")
     bench.add_argument("--quick", action="store_true", help="one short answer of each kind: is everything in order?")
-    bench.add_argument("--out", default="bench", metavar="DIR", help="for bench.json and plots (default ./bench)")
+    bench.add_argument(
+        "--out", default="bench-results", metavar="DIR", help="for bench.json and plots (default %(default)s)"
+    )
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 

@@ -29,7 +29,9 @@ def add(commands: Subparsers) -> None:
     load.add_argument(
         "--window", type=int, default=10, metavar="N", help="requests in each of a level's 3 windows (10)"
     )
-    load.add_argument("--out", default="load", metavar="DIR", help="for load.json, .csv and .png (default ./load)")
+    load.add_argument(
+        "--out", default="load-results", metavar="DIR", help="for load.json, .csv and .png (default %(default)s)"
+    )
     load.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
 
 

@@ -1,12 +1,16 @@
 """The shape of the repository: who may import whom, and the traps of a root folder that is the package."""
 
 import ast
+import fnmatch
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from saguaro import cli
+from saguaro.bench.peers import __main__ as peers
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
@@ -149,6 +153,18 @@ def test_build_stays_a_namespace_and_the_builder_of_packages_is_found() -> None:
 def test_no_second_copy_of_a_package_is_loaded() -> None:
     """From the root `import engines` would work and give another module than saguaro.engines."""
     assert not set(PACKAGES) - {"build"} & set(sys.modules)
+
+
+def test_results_do_not_land_among_the_sources() -> None:
+    """The folder a command writes into unless told otherwise is none of ours in a checkout, and git ignores it."""
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("/")]
+    for arguments in (
+        cli._parser().parse_args(["bench"]),
+        cli._parser().parse_args(["load"]),
+        peers._parser().parse_args([]),
+    ):
+        assert not Path(arguments.out).is_absolute()
+        assert any(fnmatch.fnmatch(str(arguments.out), pattern) for pattern in ignored), arguments.out
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

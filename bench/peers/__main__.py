@@ -1,6 +1,6 @@
 """Saguaro and other engines side by side: same weights, prompts, tokens and cores, greedy, in one run.
 
-python -m saguaro.bench.peers qwen-coder-cpu --lookaheads 3 5 --rounds 3 --out peers
+python -m saguaro.bench.peers qwen-coder-cpu --lookaheads 3 5 --rounds 3
 
 `--out` gets peers.json, peers.png, and answers.jsonl, to which further peers or rounds can be added (--add).
 """
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--first-round", type=int, default=0, metavar="N", help="to add rounds to a measurement (default 0)")
     add("--prompts", type=Path, metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")
     add("--store", type=Path, metavar="DIR", help="where models and engines are (default: the user's cache)")
-    add("--out", type=Path, default=Path("peers"), metavar="DIR", help="default ./peers")
+    add("--out", type=Path, default=Path("peers-results"), metavar="DIR", help="default %(default)s")
     add("--add", action="store_true", help="to the answers that are in --out")
     return parser
 
