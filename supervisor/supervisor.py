@@ -110,7 +110,8 @@ class Supervisor:
         if state != self._last:
             if self._phase == "serving" and self._last and self._last.status != state.status:
                 away = [name for name, part in state.parts.items() if part.state != "ready"]
-                _log.warning("health: %s%s", state.status, f" ({', '.join(away)} away)" if away else "")
+                level = logging.INFO if state.status == "ok" else logging.WARNING
+                _log.log(level, "health: %s%s", state.status, f" ({', '.join(away)} away)" if away else "")
             self._last = state
             self._on_change(state)
 
