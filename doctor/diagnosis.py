@@ -9,7 +9,7 @@ from saguaro.doctor import gpus, machine
 from saguaro.doctor.report import Check, Report, Section
 from saguaro.errors import SaguaroError
 from saguaro.orchestrator.config import ServingConfig, find_deployment, read_deployment
-from saguaro.orchestrator.nvml import GpuNode, read_node
+from saguaro.orchestrator.nvml import GpuNode, gpu_expected, read_node
 from saguaro.supervisor.state import StateFolder
 
 
@@ -19,7 +19,7 @@ def diagnose(name: str | None, store: Path) -> Report:
     config = read_deployment(path) if path else None
     parts = deployments.parts_of(config, path, store) if config and path else {}
     on_gpus = any(part.demand.on_gpus for part in parts.values())
-    node, hardware = _gpus()
+    node, hardware = _gpus(needed=on_gpus)
     sections = [
         Section("packages", tuple(machine.packages()), needed=False),
         Section("MPI", tuple(machine.mpi()), needed=True),
@@ -33,10 +33,12 @@ def diagnose(name: str | None, store: Path) -> Report:
     return Report(config.name, (*sections, Section(f"deployment {config.name}", tuple(checks), needed=True)))
 
 
-def _gpus() -> tuple[GpuNode | None, list[Check]]:
+def _gpus(*, needed: bool) -> tuple[GpuNode | None, list[Check]]:
     try:
         node = read_node()
     except SaguaroError as error:
+        if not needed and not gpu_expected():
+            return None, [Check("GPUs", "ok", "none of NVIDIA's: engines run on the CPU")]
         return None, [Check("NVML", "problem", str(error))]
     return node, gpus.hardware(node)
 

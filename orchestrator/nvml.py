@@ -23,6 +23,7 @@ T = TypeVar("T")
 Between = Literal["one board", "a PCIe switch", "PCIe switches", "a host bridge", "a NUMA node", "the sockets' link"]
 
 _DEVICES = Path("/sys/bus/pci/devices")
+_DRIVER = Path("/proc/driver/nvidia")  # while its kernel module is loaded
 _PATHS: dict[int, Between] = {
     pynvml.NVML_TOPOLOGY_INTERNAL: "one board",
     pynvml.NVML_TOPOLOGY_SINGLE: "a PCIe switch",
@@ -113,6 +114,14 @@ def read_node(library: ModuleType | Any = pynvml) -> GpuNode:
             },
             lost=lost,
         )
+
+
+def gpu_expected() -> bool:
+    """Whether the kernel knows an NVIDIA GPU or its driver, so that the library not answering is a fault."""
+    return _DRIVER.exists() or any(
+        _system_file(device.name, "vendor") == "0x10de" and _system_file(device.name, "class").startswith("0x03")
+        for device in _DEVICES.glob("*")
+    )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from saguaro.engines.cuda_graphs import MAX_ROWS
 from saguaro.engines.manifest import FORMAT, EngineName, Manifest
 from saguaro.engines.pytorch import memory_needed
 from saguaro.errors import ConfigError, LaunchError
+from saguaro.orchestrator import nvml
 from saguaro.orchestrator.config import DraftConfig, ModelConfig, ServingConfig
 from saguaro.orchestrator.mpi_command import Mpi
 from saguaro.orchestrator.nvml import read_node
@@ -314,6 +315,34 @@ def test_a_deployment_on_gpus_cannot_run_without_them(
     assert found(checks, "target ranks")[0][1].startswith("rank 0 GPU 0 on cores")
     with pytest.raises(ConfigError, match="there is no deployment named"):
         diagnosis.diagnose("tiny-tp5", store)
+
+
+def test_only_a_gpu_that_is_there_or_needed_can_be_a_problem(
+    quick: None, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lists a network card of NVIDIA's, a GPU of somebody else's, then one of theirs; or knows a driver."""
+    monkeypatch.setattr(
+        diagnosis, "read_node", lambda: read_node(FakeNvml((), broken=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    )
+    monkeypatch.setattr(nvml, "_DEVICES", tmp_path)
+    monkeypatch.setattr(nvml, "_DRIVER", tmp_path / "driver")
+
+    def said() -> tuple[str, str]:
+        (section,) = (section for section in diagnosis.diagnose(None, store).sections if section.title == "GPUs")
+        (check,) = section.checks
+        return check.name, check.level
+
+    for index, (vendor, kind) in enumerate((("0x10de", "0x020000"), ("0x1002", "0x030000"), ("0x10de", "0x030200"))):
+        assert said() == ("GPUs", "ok")
+        device = tmp_path / f"0000:0{index}:00.0"
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    assert said() == ("NVML", "problem")
+    (device / "vendor").unlink()
+    assert said() == ("GPUs", "ok")
+    (tmp_path / "driver").mkdir()
+    assert said() == ("NVML", "problem")
 
 
 def test_graphs_take_memory_of_a_gpu_alone_and_where_they_are_on(store: Path) -> None:
