@@ -82,7 +82,7 @@ def figures(now: Scrape, earlier: Scrape, seconds: float | None) -> Figures:
     verifying, waiting = grown("verify_seconds_sum"), grown("wait_seconds_sum")
     verify, length = mean("verify_seconds"), mean("acceptance_length")
     share = ratio(verifying, verifying + waiting)
-    # Idle time is counted when the speculator answers: after plain rounds it may be longer than this span.
+    # Idle time is counted when the speculator answers: after a long prompt, of rounds before this span, too.
     idle = ratio(grown("speculator_idle_seconds_total"), verifying + waiting)
     return Figures(
         tokens=round(grown("generated_tokens_total")),

@@ -81,7 +81,9 @@ class Telemetry:
             )
         }
         self._idle = counter("speculator_idle_seconds", "Time no speculator had anything to do while rounds went on")
-        self._unaccounted = 0.0  # seconds of rounds since the last answer of the speculator
+        self._link = verifier.link
+        self._asked = False  # in the last round, so that the speculator may still work ahead from it
+        self._unaccounted = 0.0  # seconds of rounds since the speculator's last answer in which it may have worked
 
         self._lengths = histogram(
             "acceptance_length",
@@ -197,7 +199,8 @@ class Telemetry:
 
     def _time(self, result: RoundResult) -> None:
         """Spans of both roles. The speculator's come with its answer and cover everything since the last one: what the
-        rounds took in that time and the speculator did not work, it was idle."""
+        rounds took in that time and the speculator did not work, it was idle. In rounds that ask it nothing it is idle
+        from the second one on; the first may still see it work ahead."""
         verifying = 0.0
         worked: dict[int, float] = defaultdict(float)  # by replica of the draft, if it has answered
         for span in result.spans:
@@ -214,4 +217,8 @@ class Telemetry:
         if worked:
             self._idle.inc(max(0.0, self._unaccounted - max(worked.values())))
             self._unaccounted = 0.0
-        self._unaccounted += verifying
+        if result.asked or self._asked:
+            self._unaccounted += verifying
+        elif any(self._link.connected):
+            self._idle.inc(verifying)
+        self._asked = result.asked

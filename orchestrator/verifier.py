@@ -35,6 +35,7 @@ class RoundResult:
     seconds: float = 0.0
     decoding: bool = True  # no sequence was prefilling
     settled: bool = True  # nor was the draft catching up, or not to be asked
+    asked: bool = True  # it was given something to do
     steps: tuple[Step, ...] = ()  # of the draft, since its last answer
     report: Report | None = None
 
@@ -93,6 +94,7 @@ class Verifier:
             len(deferred),
             (self._timeline.clock() - start) / 1e9,
             decoding,
+            asked=bool(asked),
             settled=self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values())),
             steps=answer.steps,
             report=answer.report,

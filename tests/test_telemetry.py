@@ -201,6 +201,25 @@ def test_time_in_which_the_speculator_does_not_work_is_idle_and_a_rogue_span_is_
     assert rig["saguaro_speculator_idle_seconds_total"] == pytest.approx(0.06)
 
 
+def test_a_speculator_is_idle_while_rounds_ask_it_nothing() -> None:
+    rig = Rig()
+    idle = "saguaro_speculator_idle_seconds_total"
+    rig.run((9, "ar"))
+    assert rig[idle] == pytest.approx(rig["saguaro_verify_seconds_sum"])
+    verify = (Span("verify", 0, 10**8),)
+    before = rig[idle]
+    rig.telemetry.round([], RoundResult([], verify))
+    for known in (0, 0.1, 0.2):  # it may still work ahead in the first of them
+        rig.telemetry.round([], RoundResult([], verify, asked=False))
+        assert rig[idle] - before == pytest.approx(known)
+    rig.telemetry.round([], RoundResult([], (Span("prepare", 0, 15 * 10**7),)))
+    assert rig[idle] - before == pytest.approx(0.2 + 0.05)
+    rig.pair.link.lost = True
+    for _ in range(3):
+        rig.telemetry.round([], RoundResult([], verify, asked=False))
+    assert rig[idle] - before == pytest.approx(0.25)  # a speculator that is away is not idle
+
+
 def test_requests_are_counted_by_how_they_end() -> None:
     rig = Rig()
     telemetry = rig.telemetry

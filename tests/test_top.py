@@ -141,10 +141,10 @@ def test_a_counter_that_began_anew_counts_from_zero() -> None:
 
 
 def test_a_speculator_is_not_idle_for_longer_than_the_rounds_took() -> None:
-    """Its idle time during plain rounds is known when it answers again: they may be over when the figures begin."""
+    """What of a prompt's rounds it was idle is known when it answers: they may be over when the figures begin."""
     text = "saguaro_speculator_idle_seconds_total {}\nsaguaro_verify_seconds_sum {}\nsaguaro_wait_seconds_sum {}\n"
-    start, plain, later = (Scrape(text.format(*times)) for times in ((0, 0, 0), (0, 80, 0), (79, 81, 1)))
-    assert figures(later, plain, 2.0).speculator_idle == 1
+    start, prompt, later = (Scrape(text.format(*times)) for times in ((0, 0, 0), (0, 80, 0), (79, 81, 1)))
+    assert figures(later, prompt, 2.0).speculator_idle == 1
     assert figures(later, start, 90.0).speculator_idle == pytest.approx(79 / 82)
 
 
