@@ -85,14 +85,13 @@ def _as_json(result: Result) -> dict[str, object]:
 
 def _line(stats: RequestStats) -> str:
     """One line; a figure that does not exist in this mode is left out."""
-    ahead = stats.mode == "ssd"
     figures = [
         ("{:.2f} tokens/s", stats.tokens_per_second),
         ("acceptance length {:.2f}", stats.acceptance_length if stats.mode != "ar" else None),
-        ("hit rate {:.2f}", stats.hit_rate if ahead else None),
-        ("E_hit {:.2f}", stats.e_hit if ahead else None),
-        ("E_miss {:.2f}", stats.e_miss if ahead else None),
-        ("T_p {:.2f}", stats.t_p if ahead else None),
+        ("hit rate {:.2f}", stats.hit_rate),
+        ("E_hit {:.2f}", stats.e_hit),
+        ("E_miss {:.2f}", stats.e_miss),
+        ("T_p {:.2f}", stats.t_p if stats.mode == "ssd" else None),
         ("wait {:.0f} ms", stats.wait_ms),
         ("verify {:.0f} ms", stats.verify_ms),
         ("first token {:.0f} ms", stats.ttft_ms),

@@ -51,7 +51,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class RequestStats:
-    """The figures of one request. A figure without data (no hit yet, no speculation at all) is None, never a zero."""
+    """The figures of one request. A figure without data (no hit yet, none possible as in sd) is None, never a zero."""
 
     mode: str  # of most of its rounds
     rounds: int
@@ -97,16 +97,16 @@ def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: 
     tokens = sum(record.tokens for record in decoding)
     elapsed = (last - first) / 1e9
     wait = _mean(seconds["wait"])
-    asked = [record for record in decoding if record.hit is not None]
+    looked_up = [r for r in decoding if r.hit is not None and r.mode == "ssd"]  # sd prepares nothing to find
     return RequestStats(
         mode=Counter(record.mode for record in rounds).most_common(1)[0][0] if rounds else sequence.mode,
         rounds=len(rounds),
         tokens=sum(record.tokens for record in rounds),
         tokens_per_second=tokens / elapsed if elapsed > 0 else None,
         acceptance_length=_mean(record.tokens for record in decoding),
-        hit_rate=_mean(float(bool(record.hit)) for record in asked),
-        e_hit=_mean(record.tokens for record in asked if record.hit),
-        e_miss=_mean(record.tokens for record in asked if not record.hit),
+        hit_rate=_mean(float(bool(record.hit)) for record in looked_up),
+        e_hit=_mean(record.tokens for record in looked_up if record.hit),
+        e_miss=_mean(record.tokens for record in looked_up if not record.hit),
         t_p=in_verifications("prepare"),
         t_b=in_verifications("backup"),
         wait_ms=wait * 1e3 if wait is not None else None,

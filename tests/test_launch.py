@@ -79,6 +79,12 @@ def test_figures_and_free_blocks(llm: LLM) -> None:
     assert status.free_draft_blocks == status.draft_blocks
 
 
+def test_without_a_lookup_there_is_no_hit_rate(llm: LLM) -> None:
+    stats = llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=12), mode="sd")[0].stats
+    assert (stats.mode, stats.hit_rate, stats.e_hit, stats.e_miss) == ("sd", None, None, None)
+    assert stats.draft_tokens > 0
+
+
 def test_the_metrics_agree_with_the_figures_of_a_request(llm: LLM) -> None:
     before = Scrape(llm.metrics())
     result = llm.generate("def fib(n):", SamplingParams(temperature=1.0, seed=2, max_tokens=40))[0]
