@@ -74,22 +74,28 @@ def _run(step: Step, command: list[str], log_file: Path) -> int | None:
     with log_file.open("w", encoding="utf-8") as output, _shown(step.name, log_file) as show:
         output.write(f"{' '.join(command)}\n")
         output.flush()
-        try:
-            return _wait(command, output.fileno(), step.timeout_s, show)
-        except FileNotFoundError as error:
+        if shutil.which(command[0]) is None:
             raise EngineError(
                 f"{command[0]} is not installed here, which the step {step.name} runs. Build in NVIDIA's image."
-            ) from error
+            )
+        return _wait(command, output.fileno(), step.timeout_s, show)
 
 
 def _wait(command: list[str], output: int, limit: float, show: Callable[[], None]) -> int | None:
     """Exit status, or None when the limit passed. Nothing of the process is left, whatever happens."""
-    # A session of its own: the programs start workers, which are to end with them.
+    # A session of its own: the programs start workers, which are to end with them. An interrupt can come before Popen
+    # has told which process it started: the shell then reads an end of file and ends. It becomes the program when told.
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        ["/bin/sh", "-c", 'read go && exec "$@" < /dev/null', "sh", *command],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     deadline = time.monotonic() + limit
     try:
+        with process.stdin as go:  # type: ignore[union-attr]
+            go.write(b"\n")
         while True:
             try:
                 return process.wait(timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic())))

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -333,6 +334,24 @@ def test_a_build_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
             tmp_path / "work.log",
         )
     ends(int((tmp_path / ".partial-made.pid").read_text()))
+
+
+def test_an_interrupt_while_a_step_is_started_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when there is a process and nobody knows its number yet."""
+    started: list[int] = []
+    fork = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def interrupted(*arguments: Any) -> int:
+        started.append(fork(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "_fork_exec", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_step(shell("touch $ENGINE.ran; exec sleep 600"), {}, tmp_path / "made", tmp_path / "work.log")
+    ends(*started)
+    assert not (tmp_path / ".partial-made.ran").exists()
 
 
 def ends(process: int) -> None:
