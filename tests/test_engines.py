@@ -77,9 +77,9 @@ def int8(family: str) -> Subject:
     model = tiny_model(family)
     compute_in_float32(model, quantise_linears)
     # Attention's last bits depend on the shape of the batch and may round an activation the other way, by a whole step.
-    # The tolerance is what quantising itself costs this model. That rounding is all is shown where the shape is fixed:
-    # there int8 is equal to the bit (test_deterministic.py).
-    return Subject(pytorch(model), 0.1)
+    # That costs up to 0.033 of the scale here, quantising itself three times as much. That this is all is shown where
+    # the shape is fixed: there int8 is equal to the bit (test_deterministic.py).
+    return Subject(pytorch(model), 0.05)
 
 
 @pytest.fixture
