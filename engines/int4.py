@@ -98,7 +98,9 @@ def pack(weights: list[Tensor]) -> Tensor:
     kernel = _kernel()
     tiles = torch.empty(kernel.int4_bytes(outputs, inputs), dtype=torch.uint8)
     if not kernel.int4_pack(weight.data_ptr(), outputs, inputs, tiles.data_ptr()):
-        raise EngineError("int4: a weight is not a finite number. Get the model again, or build with another dtype.")
+        raise EngineError(
+            "int4: a weight is not a finite number below 1e18. Get the model again, or build with another dtype."
+        )
     return tiles
 
 

@@ -4,7 +4,7 @@
 // 32 weights in a row of W are a group: w = scale (q - zero), with q of 4 bits, scale a bfloat16 and zero in sixteenths
 // of a step. 32 activations are a group too, of 8 bits and one float32 scale. Inside a group products are summed as
 // exact integers; groups are added in float32, in their order. So a row's result is the same bits alone and in any
-// company, whichever of the paths below computes it.
+// company, whichever of the paths below computes it, on every CPU with AVX2 (others round one sum more).
 //
 // Weights lie in tiles of 16 output channels, group after group: the order in which they are read. Sizes that are not
 // multiples of 16 channels and 4 groups are padded with zeros.
@@ -103,6 +103,12 @@ Ints dot(Ints sum, Bytes levels, int32_t activations) {
 #endif
 }
 
+#if defined(__AVX2__)
+constexpr int UNROLLED = 8;
+#else
+constexpr int UNROLLED = 1;  // unrolled as well, what is above takes compilers a minute
+#endif
+
 long groups_of(long inputs) { return (inputs + AT_A_TIME * GROUP - 1) / (AT_A_TIME * GROUP) * AT_A_TIME; }
 
 // What the activations of a layer are made from, on their way to 8 bits.
@@ -179,6 +185,12 @@ struct Rows {
     }
 };
 
+// sum += scale (products - zero). The difference is exact; whether product and sum are rounded together is the compiler's
+// choice, for all paths here: together where the CPU can, as every one with AVX2.
+void add_scaled(Floats& sum, Ints products, Floats scale, Floats zero) {
+    sum += (__builtin_convertvector(products, Floats) - zero) * scale;
+}
+
 // y [.., outputs] of R rows and one tile of channels.
 template <int R>
 void multiply(const Tile* tile, const Rows& x, long row, const float* bias, Floats* y) {
@@ -191,15 +203,14 @@ void multiply(const Tile* tile, const Rows& x, long row, const float* bias, Floa
         Bytes weights[GROUP / 4];
         unpack(*tile, weights);
         Floats scale = scales(*tile), zero = zeros(*tile);
-#pragma GCC unroll 8
+#pragma GCC unroll UNROLLED
         for (int r = 0; r < R; r++) {
             Ints products = {};
-#pragma GCC unroll 8
+#pragma GCC unroll UNROLLED
             for (int j = 0; j < GROUP / 4; j++)
                 products = dot(products, weights[j], load<int32_t>(levels + (r * x.groups + group) * GROUP + 4 * j));
             long at = r * x.groups + group;
-            Floats centred = __builtin_convertvector(products, Floats) - zero * x_sum[at];
-            results[r] += centred * (scale * x_scale[at]);
+            add_scaled(results[r], products, scale * x_scale[at], zero * x_sum[at]);
         }
     }
     for (int r = 0; r < R; r++) y[r] = results[r];
@@ -275,8 +286,7 @@ void multiply_amx(const Tile* tile, const Rows& x, long row, long rows, const fl
 #pragma GCC unroll 4
             for (int i = 0; i < AT_A_TIME; i++) {
                 long at = (row + r) * x.groups + group + i;
-                Floats centred = __builtin_convertvector(products[i][r], Floats) - zero[i] * x.sum[at];
-                y[r] += centred * (scale[i] * x.scale[at]);
+                add_scaled(y[r], products[i][r], scale[i] * x.scale[at], zero[i] * x.sum[at]);
             }
     }
 }
@@ -310,8 +320,9 @@ Floats rounded_within(Floats values, float least, float most) {
 constexpr float FOUND = GROUP * 1e-3f;  // squared steps: what a rounding of 4-bit weights to bfloat16 leaves behind
 
 // The levels of a group of 32 weights with the least squared error, among ranges that are divided into more or fewer
-// steps: fewer find weights that have been quantised before where they were, more cut off what lies far out.
-void quantise(const float w[GROUP], uint8_t levels[GROUP], uint16_t& scale, uint8_t& zero) {
+// steps: fewer find weights that have been quantised before where they were, more cut off what lies far out. Returns
+// whether there are any: there are none for weights that are not finite, or whose squares are not.
+bool quantise(const float w[GROUP], uint8_t levels[GROUP], uint16_t& scale, uint8_t& zero) {
     const Floats first = load<Floats>(w), second = load<Floats>(w + CHANNELS), none = {};
     Floats lows = first < second ? first : second, highs = first < second ? second : first;
     const float low = across(lows < none ? lows : none, [](float a, float b) { return a < b ? a : b; });
@@ -332,6 +343,7 @@ void quantise(const float w[GROUP], uint8_t levels[GROUP], uint16_t& scale, uint
         }
         if (error <= FOUND * step * step) break;
     }
+    return least < std::numeric_limits<float>::infinity();
 }
 
 }  // namespace
@@ -343,7 +355,7 @@ long int4_bytes(long outputs, long inputs) {
     return (outputs + CHANNELS - 1) / CHANNELS * groups_of(inputs) * sizeof(Tile);
 }
 
-// weight [outputs, inputs] in bfloat16 -> tiles. Returns whether all weights are finite numbers.
+// weight [outputs, inputs] in bfloat16 -> tiles. Returns whether all weights are finite numbers, below 1e18.
 int int4_pack(const uint16_t* weight, long outputs, long inputs, uint8_t* to) {
     const long groups = groups_of(inputs), tiles = (outputs + CHANNELS - 1) / CHANNELS;
     int finite = 1;
@@ -356,11 +368,8 @@ int int4_pack(const uint16_t* weight, long outputs, long inputs, uint8_t* to) {
                 float w[GROUP] = {};
                 uint8_t levels[GROUP] = {};
                 const uint16_t* from = weight + (t * CHANNELS + c) * inputs + group * GROUP;
-                for (long i = 0; i < std::min(GROUP, inputs - group * GROUP); i++) {
-                    w[i] = from_bfloat16(from[i]);
-                    finite = finite && (from[i] & 0x7f80) != 0x7f80;
-                }
-                quantise(w, levels, tile.scale[c], tile.zero[c]);
+                for (long i = 0; i < std::min(GROUP, inputs - group * GROUP); i++) w[i] = from_bfloat16(from[i]);
+                finite = quantise(w, levels, tile.scale[c], tile.zero[c]) && finite;
                 for (int i = 0; i < GROUP / 2; i++)
                     tile.levels[i / 4][4 * c + i % 4] = levels[i] | levels[i + GROUP / 2] << 4;
             }
