@@ -25,6 +25,7 @@ from saguaro.build.trtllm_plan import plan_trtllm
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.trtllm_config import check_version
 from saguaro.errors import ConfigError, EngineError
+from saguaro.plugins import cpp
 
 __all__ = ["build", "engine_directory", "find_recipe", "plan"]
 
@@ -49,6 +50,8 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
         if recipe.tiny is not None:
             raise ConfigError(f"recipe {recipe.name}: tiny is not for the engine trtllm; name a model.")
         check_version()
+    if recipe.dtype == "int4":
+        cpp.load("int4_linear")  # what cannot be compiled here is said before gigabytes are fetched
     paths = [] if recipe.model is None else pull(recipe.model, store)
     directory = engine_directory(recipe, store)
     with locked(store, directory.name), writing(store):

@@ -20,7 +20,6 @@ from saguaro.build.shards import SafetensorsWriter, ShardPlan
 from saguaro.build.source_model import SourceModel
 from saguaro.build.weights import Weights
 from saguaro.engines.manifest import FileRecord
-from saguaro.plugins import cpp
 
 _DTYPES = {
     "float32": torch.float32,
@@ -35,8 +34,6 @@ class PytorchBuild:
 
     def __init__(self, recipe: Recipe, weights: Weights) -> None:
         self._model = SourceModel(recipe, weights)
-        if recipe.dtype == "int4":
-            cpp.load("int4_linear")  # what cannot be compiled here is said now
         self._dtype = _DTYPES[recipe.dtype]
         self._plan = ShardPlan(self._model.config, recipe.tp)
         self._shares = self._plan.shapes(self._model.shapes)

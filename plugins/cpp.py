@@ -30,29 +30,38 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-_COMPILERS = ("c++", "g++", "clang++")
+COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 
 
 @cache
 def load(kernel: str) -> ctypes.CDLL:
-    """The library of `kernel`.cpp. Raises EngineError without a compiler, or when it cannot compile for this CPU."""
+    """The library of `kernel`.cpp.
+
+    Raises EngineError without a compiler, when it cannot compile for this CPU, or what it makes cannot be kept or run.
+    """
     source = Path(__file__).with_name(f"{kernel}.cpp")
     compiler = _compiler(kernel)
     # All that the result depends on: the macros tell the compiler's version and what this CPU can do.
     macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)
-    key = hashlib.sha256("\0".join([source.read_text(), *_FLAGS, macros]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([source.read_text("utf-8"), *_FLAGS, macros]).encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"{kernel}-{key}.so"
     if not library.exists():
         _compile(compiler, source, library)
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise EngineError(
+            f"the kernel {kernel} cannot be loaded ({error}). Delete {library}, or name a folder from which programs "
+            "may run in $XDG_CACHE_HOME."
+        ) from error
 
 
 def _compiler(kernel: str) -> str:
     named = os.environ.get("CXX")
-    found = next((path for name in ([named] if named else _COMPILERS) if (path := shutil.which(name))), None)
+    found = next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
     if found is None:
-        sought = f"$CXX ({named})" if named else ", ".join(_COMPILERS)
+        sought = f"$CXX ({named})" if named else ", ".join(COMPILERS)
         raise EngineError(
             f"the kernel {kernel} is C++ and compiled when it is first used, but there is no compiler here ({sought}). "
             "Install one (Debian and Ubuntu: apt-get install g++), or build the engine with dtype int8."
@@ -77,7 +86,9 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
 
 def _run(command: list[str], kernel: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS)
+    except OSError as error:
+        raise EngineError(f"{command[0]} cannot be run ({error.strerror}). Name another compiler in $CXX.") from error
     except subprocess.TimeoutExpired as error:
         raise EngineError(f"compiling the kernel {kernel} took more than {_SECONDS} s: {command[0]}") from error
     if done.returncode != 0:

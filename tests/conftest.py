@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("deployment")
 
 
+def require_compiler() -> None:
+    """Skip a test, or a whole file, where kernels in C++ cannot be compiled."""
+    from saguaro.plugins.cpp import COMPILERS
+
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("NOT TESTED: this machine has no C++ compiler (apt-get install g++)", allow_module_level=True)
+
+
 def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
     """Run an asynchronous test."""
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import require_compiler
 from gguf_writer import rounded, write_gguf
 from saguaro.build import driver, store
 from saguaro.build.driver import build, engine_directory, find_recipe
@@ -34,6 +35,7 @@ from saguaro.build.tiny import TinyWeights
 from saguaro.build.weights import open_weights
 from saguaro.engines.manifest import FILE, TOKENIZER, Manifest, compare_token_maps, token_map
 from saguaro.errors import CapacityError, ConfigError, EngineError, ModelError
+from saguaro.plugins import cpp
 from tiny_models import FAMILIES, tiny_model
 
 TINY = Tiny("qwen2", layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=300, max_model_len=64)
@@ -169,14 +171,26 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path, shipped: tuple[Path, Pa
     assert torch.equal(built_logits(directory), logits(model))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_casting_rounds_each_weight_once(tmp_path: Path, shipped: tuple[Path, Path], dtype: str) -> None:
+    if dtype == "int4":
+        require_compiler()
     model = tiny_model("qwen2")
     folder = published(tmp_path / "source", model, shipped[0])
     directory = build(recipe(model=str(folder), dtype=dtype), tmp_path)
     stored = load_file(directory / "model.safetensors")
     assert all(torch.equal(stored[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
     assert Manifest.load(directory).dtype == dtype
+
+
+def test_int4_without_a_compiler_is_refused_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpp, "load", cpp.load.__wrapped__)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(EngineError, match=r"int4_linear is C\+\+ .*no compiler here .*apt-get install g\+\+"):
+        build(recipe(model="qwen2.5-coder-0.5b", dtype="int4"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 GGUF_CASES = [(family, "qwen2") for family in FAMILIES if family != "llama3.1"] + [("llama", "smollm")]
@@ -661,7 +675,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
 def test_shipped_recipes_can_be_read() -> None:
     assert set(shipped_recipes()) >= {
         "qwen2.5-coder-0.5b-cpu",
+        "qwen2.5-coder-0.5b-int4-cpu",
         "qwen2.5-coder-1.5b-cpu",
+        "qwen2.5-coder-1.5b-int4-cpu",
         "qwen2.5-coder-1.5b-int8-cpu",
         "smollm2-135m-cpu",
         "tiny-draft",
@@ -679,7 +695,7 @@ def test_shipped_recipes_can_be_read() -> None:
         ("name: a\nengine: pytorch\n", "exactly one of model, tiny and simulated"),
         ("name: a/b\nengine: pytorch\nmodel: b\n", "name must be letters"),
         ("name: a\nengine: pytorch\nmodel: b\ntp: 0\n", "tp must be at least 1"),
-        ("name: a\nengine: pytorch\nmodel: b\ndtype: fp4\n", "one of float32, bfloat16, int8"),
+        ("name: a\nengine: pytorch\nmodel: b\ndtype: fp4\n", "one of float32, bfloat16, int8, int4"),
         ("name: a\nengine: pytorch\nmodel: b\ntrtllm: {}\n", "trtllm is given, but engine is pytorch"),
         (
             "name: a\nengine: pytorch\ntiny: {family: llama, layers: 1, hidden_size: 30, heads: 4, kv_heads: 2}\n",

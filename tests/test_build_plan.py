@@ -385,7 +385,13 @@ def test_what_does_not_fit_the_card_is_refused() -> None:
 
 
 def test_each_engine_has_its_dtypes() -> None:
-    for engine, dtype in (("trtllm", "int8"), ("trtllm", "float32"), ("pytorch", "fp8"), ("tensorrt", "fp8")):
+    for engine, dtype in (
+        ("trtllm", "int8"),
+        ("trtllm", "float32"),
+        ("tensorrt", "int4"),
+        ("pytorch", "fp8"),
+        ("tensorrt", "fp8"),
+    ):
         with pytest.raises(ConfigError, match=f"dtype {dtype} is not for the engine {engine}"):
             Recipe("r", engine, model="m", dtype=dtype)  # type: ignore[arg-type]
 

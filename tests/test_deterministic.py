@@ -11,11 +11,11 @@ import torch
 
 import ranks
 import replays
+from conftest import require_compiler
 from harness import Pair
-from saguaro.engines import ENGINES, load_engine
+from saguaro.engines import ENGINES, int4, int8, load_engine
 from saguaro.engines.base import causal_batch
 from saguaro.engines.fixed_rows import ROWS, fixed_rows
-from saguaro.engines.int8 import quantise_linears
 from saguaro.engines.linears import pack_linears
 from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
 from saguaro.errors import EngineError
@@ -35,8 +35,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "float32": lambda: model("llama", torch.float32),
     "float32-packed": lambda: model("qwen2", torch.float32, pack_linears),
     "bfloat16": lambda: model("qwen2", torch.bfloat16),
-    "int8": lambda: model("qwen2", torch.bfloat16, quantise_linears),
+    "int8": lambda: model("qwen2", torch.bfloat16, int8.quantise_linears),
+    "int4": lambda: model("qwen2", torch.bfloat16, in_int4),
 }
+
+
+def in_int4(model: Any) -> None:
+    require_compiler()
+    int4.quantise_linears(model)
 
 
 def engine(made: Any, deterministic: bool) -> PytorchEngine:
@@ -69,9 +75,10 @@ def test_ranks_of_a_group_give_the_same_bits_in_any_company(tmp_path: Path) -> N
     assert torch.load(tmp_path / "different.pt") == []
 
 
-def test_i12_an_int8_target_verifies_what_it_would_have_decoded() -> None:
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_i12_a_quantised_target_verifies_what_it_would_have_decoded(name: str) -> None:
     """I-12: logits of a trunk within 1e-4 of one-by-one, near-ties reported; with `deterministic` the same bits."""
-    made = MODELS["int8"]()
+    made = MODELS[name]()
     loose = engine(made, False)
     expected = replays.one_by_one(loose)
     for _, sequence, logits in replays.in_company(loose):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from conftest import require_compiler
 from harness import Pair
 from saguaro.bench import draft_vocab as bench
 from saguaro.bench.replay import Figures, Played, Text
@@ -158,9 +159,11 @@ def test_a_text_s_bytes_name_the_engine_and_not_its_place(tmp_path: Path) -> Non
 # The engine -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2: the head is tied to the embedding
 def test_logits_are_the_whole_head_s_where_there_are_any(family: str, dtype: Any, tmp_path: Path) -> None:
+    if dtype == "int4":
+        require_compiler()
     fields = {"dtype": dtype, "tiny": dataclasses.replace(TINY, family=family)}
     directory = build(recipe(**fields), tmp_path)
     reduced, reference = engine(directory), whole(tmp_path, **fields)

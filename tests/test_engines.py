@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from conftest import require_compiler
 from saguaro.engines import ENGINES, load_engine
 from saguaro.engines.base import Engine, causal_batch, fan_out_batch
+from saguaro.engines.int4 import quantise_linears as quantise_in_int4
 from saguaro.engines.int8 import ACTIVATION_LEVELS, Int8Linear, quantise_linears, quantise_weight, weight_levels
 from saguaro.engines.kv_pool import available_memory, kv_bytes_per_block
 from saguaro.engines.linears import PackedLinear, pack_linears
@@ -73,13 +75,18 @@ def pytorch(model: Any) -> PytorchEngine:
     return engine
 
 
-def int8(family: str) -> Subject:
+def quantised(family: str, quantise: Callable[[Any], None]) -> Subject:
     model = tiny_model(family)
-    compute_in_float32(model, quantise_linears)
+    compute_in_float32(model, quantise)
     # Attention's last bits depend on the shape of the batch and may round an activation the other way, by a whole step.
-    # That costs up to 0.033 of the scale here, quantising itself three times as much. That this is all is shown where
-    # the shape is fixed: there int8 is equal to the bit (test_deterministic.py).
+    # That costs int8 up to 0.033 of the scale here, quantising itself three times as much. That this is all is shown where
+    # the shape is fixed: there both are equal to the bit (test_deterministic.py).
     return Subject(pytorch(model), 0.05)
+
+
+def int4(family: str) -> Subject:
+    require_compiler()
+    return quantised(family, quantise_in_int4)
 
 
 @pytest.fixture
@@ -101,7 +108,8 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "simulated": simulated,
     **{f"{f}-float32": lambda f=f: Subject(pytorch(tiny_model(f)), 1e-5) for f in FAMILIES},
     **{f"{f}-float64": lambda f=f: Subject(pytorch(tiny_model(f, torch.float64)), 1e-12) for f in FAMILIES},
-    "qwen2-int8": lambda: int8("qwen2"),
+    "qwen2-int8": lambda: quantised("qwen2", quantise_linears),
+    **{f"{f}-int4": lambda f=f: int4(f) for f in FAMILIES},
     "llama-tensorrt": lambda: tensorrt("llama"),
 }
 # The bindings read a plugin's attributes back as arrays of one element.

@@ -1,0 +1,388 @@
+"""Linear layers in int4, on every path of the kernel that this CPU has; and how kernels in C++ are compiled."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, silu
+
+from conftest import require_compiler
+from saguaro.engines import int4
+from saguaro.engines.int4 import Int4Linear, Norm, pack, unpack
+from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
+from saguaro.errors import EngineError
+from saguaro.plugins import cpp
+from test_engines import VOCAB, feed, pytorch, tokens
+from tiny_models import FAMILIES, save_engine, tiny_model
+
+require_compiler()
+
+GROUP = 32
+
+
+def draw(kind: str, outputs: int, inputs: int, seed: int) -> Tensor:
+    """Weights [outputs, inputs]."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    if kind == "heavy tails":
+        weight /= torch.rand(outputs, inputs, generator=generator) + 0.01
+    if kind == "one sign":
+        weight.abs_()
+    if kind == "tiny":
+        weight *= 1e-30
+    if kind == "zeros":
+        weight[:, : GROUP + 1] = 0
+    if kind == "equal":
+        weight[:] = weight[0, 0]
+    return weight.bfloat16()
+
+
+KINDS = ["normal", "heavy tails", "one sign", "tiny", "zeros", "equal"]
+
+
+def stands_for(weight: Tensor) -> Tensor:
+    return unpack(pack([weight]), *weight.shape)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def in_groups(values: Tensor) -> Tensor:
+    """[rows, n] -> [rows, groups, 32], padded with zeros."""
+    return pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP)).double()
+
+
+def plainly_rounded(groups: Tensor) -> Tensor:
+    """15 steps from the least to the largest, a scale in bfloat16 and a zero in sixteenths."""
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 15).bfloat16().double()
+    steps = groups / scale
+    zero = (-low / scale * 16).round() / 16
+    return ((steps + zero).round().clamp(0, 15) - zero).mul(scale).nan_to_num(0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 300), st.integers(0, 99))
+def test_weights_are_off_by_half_a_step_and_less_in_all_than_plain_rounding(
+    kind: str, outputs: int, inputs: int, seed: int
+) -> None:
+    weight = draw(kind, outputs, inputs, seed)
+    padded = pad(weight, (0, -inputs % GROUP))
+    found = stands_for(padded)
+    assert torch.equal(stands_for(weight), found[:, :inputs])
+    groups, found = in_groups(padded), in_groups(found)
+    assert (found[(groups == 0).all(-1)] == 0).all()
+
+    error = found - groups
+    plain = (plainly_rounded(groups) - groups).square().sum(-1)
+    assert (error.square().sum(-1) <= plain * 1.0001 + groups.square().sum(-1) * 1e-9).all()
+
+    # What a group stands for lies whole steps apart, and it is cut into seven steps at least.
+    apart = found.sort().values.diff()
+    step = torch.where(apart > 0, apart, math.inf).amin(-1, keepdim=True)
+    step = step.minimum((groups.amax(-1, keepdim=True).clamp(min=0) - groups.amin(-1, keepdim=True).clamp(max=0)) / 7)
+    beyond = (groups < found.amin(-1, keepdim=True)) | (groups > found.amax(-1, keepdim=True))
+    assert ((error.abs() <= step * 0.505) | beyond).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_weights_that_lie_on_a_grid_come_back(data: st.DataObject) -> None:
+    """Those of a file in 4 bits: exactly where bfloat16 holds them, else on the same level."""
+    top = data.draw(st.integers(7, 15))
+    levels = torch.tensor(
+        [*range(top + 1), *data.draw(st.lists(st.integers(0, top), min_size=31 - top, max_size=31 - top))]
+    )
+    sixteenths = data.draw(st.integers(0, 16 * top))
+    exact = data.draw(st.booleans())
+    mantissa = 1 if exact else data.draw(st.integers(128, 255))
+    scale = mantissa * 2.0 ** data.draw(st.integers(-20, 4))
+    weight = (scale * (levels - sixteenths / 16))[None].bfloat16()
+    found = stands_for(weight)
+    if exact:
+        assert torch.equal(found, weight.float())
+        assert torch.equal(pack([found]), pack([weight]))
+    assert torch.equal((found[0] / scale + sixteenths / 16).round().long(), levels)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_weights_that_are_no_numbers_are_refused(value: float) -> None:
+    weight = draw("normal", 40, 300, 0)
+    weight[39, 299] = value
+    with pytest.raises(EngineError, match="int4: a weight is not a finite number below 1e18. .*another dtype"):
+        pack([weight])
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def layer(
+    outputs: int = 70, inputs: int = 300, kind: str = "normal", seed: int = 0
+) -> tuple[Int4Linear, Tensor, Tensor]:
+    """A layer, the weights that it computes with, and its bias."""
+    made = nn.Linear(inputs, outputs)
+    made.weight.data = draw(kind, outputs, inputs, seed)
+    made.bias.data = torch.linspace(-1, 1, outputs)
+    return Int4Linear(made), stands_for(made.weight.data), made.bias.detach()
+
+
+def rows(count: int, inputs: int, seed: int = 0) -> Tensor:
+    """Rows of very different sizes, with outliers."""
+    x = torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed))
+    x[:, 0] *= 30
+    return x * 10.0 ** (torch.arange(count)[:, None] % 7 - 3)
+
+
+def quantised(x: Tensor) -> Tensor:
+    """Activations as the kernel rounds them: 8 bits, one scale for 32. In float64."""
+    groups = pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    most = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 0, 127 / most, 0).double()
+    return ((groups.double() * inverse).round() * (most / 127).double()).flatten(-2)[..., : x.shape[-1]]
+
+
+def one_step(x: Tensor, weight: Tensor) -> Tensor:
+    """[N, 1]: what an activation that is rounded the other way changes at most."""
+    return x.abs().amax(-1, keepdim=True) / 127 * weight.abs().max()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(KINDS), st.integers(1, 20), st.integers(1, 300), st.integers(1, 40), st.integers(0, 99))
+def test_products_are_those_of_the_rounded_numbers(kind: str, count: int, inputs: int, outputs: int, seed: int) -> None:
+    made, weight, bias = layer(outputs, inputs, kind, seed)
+    x = rows(count, inputs, seed)
+    found = quantised(x)
+    expected = linear(found, weight.double(), bias.double())
+    size = linear(found.abs(), weight.double().abs(), bias.double().abs())  # sums of 10 groups in float32
+    assert ((made(x) - expected).abs() <= size * 1e-6).all()
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    made, _, _ = layer()
+    x, gated = rows(40, 300), rows(40, 600)
+    weights = 1 + torch.rand(300)
+    for options in ({}, {"norm": Norm(weights.data_ptr(), 1e-6)}, {"gated": True}):
+        of = gated if "gated" in options else x
+        together = made.product(of, **options)
+        for count in range(1, 40):
+            assert torch.equal(made.product(of[:count], **options), together[:count])
+            assert torch.equal(made.product(of[count:], **options), together[count:])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_what_is_no_number_stays_in_its_row(value: float) -> None:
+    made, _, _ = layer()
+    for count in (3, 20):
+        x = rows(count, 300)
+        expected = made(x)
+        x[1, 299] = value
+        found = made(x)
+        assert not found[1].isfinite().any()
+        others = [row for row in range(count) if row != 1]
+        assert torch.equal(found[others], expected[others])
+
+
+def test_layers_put_together_give_the_same_bits() -> None:
+    first, second = nn.Linear(300, 37), nn.Linear(300, 70, bias=False)
+    x = rows(9, 300)
+    with torch.no_grad():
+        assert torch.equal(Int4Linear(first, second)(x), torch.cat([Int4Linear(first)(x), Int4Linear(second)(x)], -1))
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_what_is_taken_along_is_what_torch_would_have_done_before(count: int) -> None:
+    """Up to an activation of a row that is rounded the other way."""
+    made, weight, _ = layer()
+    x, pairs = rows(count, 300), torch.randn(count, 600) * 5
+    scales = 1 + 0.1 * torch.randn(300)
+    normed = nn.functional.rms_norm(x, (300,), scales, 1e-2)
+    gated = silu(pairs[:, :300]) * pairs[:, 300:]
+    for found, before in (
+        (made.product(x, norm=Norm(scales.data_ptr(), 1e-2)), normed),
+        (made.product(pairs, gated=True), gated),
+    ):
+        assert ((found - made(before)).abs() <= one_step(before, weight) + 1e-4).all()
+    sums = torch.randn(count, 70)
+    expected = sums + made(x)
+    assert made.product(x, add_to=sums) is sums
+    torch.testing.assert_close(sums, expected)
+
+
+def test_the_gate_is_right_wherever_it_is() -> None:
+    """silu alone: one activation of the only group, and a weight that 4 bits hold."""
+    gates = torch.cat([torch.linspace(-100, 100, 2001), torch.tensor([0.0, -1e-30, 1e30])])
+    made = nn.Linear(1, 1, bias=False)
+    made.weight.data.fill_(15)
+    found = Int4Linear(made).product(torch.stack([gates, torch.ones_like(gates)], 1), gated=True)
+    torch.testing.assert_close(found[:, 0], 15 * silu(gates), rtol=1e-6, atol=1e-30)
+
+
+# Paths ----------------------------------------------------------------------------------------------------------------
+
+
+def cpu_has(*flags: str) -> bool:
+    return set(flags) <= set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+
+
+AVX2, AVX512 = ("avx2", "fma", "bmi2", "f16c"), ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+PATHS = {
+    "no AMX": (("-march=native", "-mno-amx-int8"), ()),
+    "AVX-512": (("-march=x86-64-v4",), AVX512),
+    "AVX-VNNI": (("-march=x86-64-v3", "-mavxvnni"), (*AVX2, "avx_vnni")),
+    "AVX2": (("-march=x86-64-v3",), AVX2),
+    "portable": (("-march=x86-64",), ()),
+}
+
+
+def results() -> Iterator[Tensor]:
+    for outputs, inputs in ((70, 300), (16, 128)):
+        made, _, _ = layer(outputs, inputs)
+        yield made._tiles
+        for count in (1, 5, 20):
+            x, scales = rows(count, inputs), torch.linspace(0.5, 2, inputs)
+            yield made(x)
+            yield made.product(x, norm=Norm(scales.data_ptr(), 1e-5))
+            yield made.product(rows(count, 2 * inputs), gated=True)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="this CPU has one path")
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_gives_the_same_bits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once each, in 3 s, and kept beside this machine's own.
+
+    Without FMA, which the portable path does not have on x86, a sum is rounded once more, and so may a weight be.
+    """
+    flags, needed = PATHS[path]
+    if not cpu_has(*needed):
+        pytest.skip(f"NOT TESTED: this CPU has no {path}")
+    expected = list(results())
+    monkeypatch.setattr(cpp, "_FLAGS", (*(flag for flag in cpp._FLAGS if "march" not in flag), *flags))
+    monkeypatch.setattr(cpp, "load", cpp.load.__wrapped__)
+    kernel = int4._kernel.__wrapped__()
+    monkeypatch.setattr(int4, "_kernel", lambda: kernel)
+    for found, native in zip(results(), expected, strict=True):
+        if path != "portable" or not cpu_has("fma"):
+            assert torch.equal(found, native)
+        elif native.is_floating_point():
+            torch.testing.assert_close(found, native, rtol=0, atol=float(native.abs().max()) * 0.02)
+
+
+# Engines --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_hugging_face_s_over_the_rounded_numbers(family: str) -> None:
+    model, rounded = tiny_model(family), tiny_model(family)
+    compute_in_float32(model, int4.quantise_linears)
+    for module in rounded.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = stands_for(module.weight.data)
+            module.register_forward_pre_hook(lambda _, inputs: quantised(inputs[0]).float())
+    ids = tokens(60, VOCAB)
+    with torch.no_grad():
+        expected = rounded(torch.tensor([ids])).logits[0, :, :VOCAB]
+    found = feed(pytorch(model), ids, wanted=60)
+    # Nearly always to 1e-6; an activation that is rounded the other way is seen in all that comes after it.
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_an_engine_is_quantised_when_loaded(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tie_word_embeddings": True}
+    save_engine(tiny_model("qwen2", torch.bfloat16, **options), tmp_path, dtype="int4")
+    engine = PytorchEngine.load(tmp_path, block_size=4, num_blocks=32)
+    assert isinstance(engine._model.lm_head, Int4Linear)
+    assert not any(isinstance(module, nn.Linear) for module in engine._model.modules())
+    model = tiny_model("qwen2", torch.bfloat16, **options)
+    compute_in_float32(model, int4.quantise_linears)
+    ids = tokens(20, VOCAB)
+    assert torch.equal(feed(engine, ids, wanted=20, table=range(32)), feed(pytorch(model), ids, wanted=20))
+    with pytest.raises(EngineError, match="int4 is computed on the CPU alone. Build it as bfloat16 for a GPU"):
+        PytorchEngine.load(tmp_path, block_size=4, num_blocks=32, device=torch.device("cuda"))
+
+
+# Compiling ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source of a kernel `answer`, beside which `cpp` believes to be; nothing is compiled yet."""
+    monkeypatch.setattr(cpp, "__file__", str(tmp_path / "cpp.py"))
+    monkeypatch.setattr(cpp, "load", cpp.load.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }  // Σ\n')
+    return source
+
+
+def kept(tmp_path: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in (tmp_path / "cache" / "saguaro" / "kernels").iterdir()}
+
+
+def test_a_kernel_is_compiled_once_for_its_source_and_flags(
+    kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpp.load("answer").answer() == 42
+    before = kept(tmp_path)
+    assert cpp.load("answer").answer() == 42
+    assert kept(tmp_path) == before
+    assert len(before) == 1
+    kernel.write_text('extern "C" int answer() { return 43; }\n')
+    assert cpp.load("answer").answer() == 43
+    monkeypatch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, "-DOTHER"))
+    cpp.load("answer")
+    assert len(kept(tmp_path)) == 3
+
+
+@pytest.mark.usefixtures("kernel")
+def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    code = "import sys; from saguaro.plugins import cpp; cpp.__file__ = sys.argv[1]; print(cpp.load('answer').answer())"
+    command = [sys.executable, "-c", code, str(tmp_path / "cpp.py")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["42\n"] * 3
+    assert len(kept(tmp_path)) == 1
+
+
+def test_what_cannot_be_compiled_kept_or_loaded_is_said(
+    kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "compiler"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    for compiler, message in (
+        ("no-such-compiler", r"there is no compiler here \(\$CXX \(no-such-compiler\)\).*apt-get install g\+\+.*int8"),
+        (
+            "false",
+            r"answer cannot be compiled on this machine \(/.*false -std(?s:.*)Name another compiler in \$CXX",
+        ),
+        (str(broken), r"compiler cannot be run \(Exec format error\). Name another compiler in \$CXX"),
+    ):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(EngineError, match=message):
+            cpp.load("answer")
+    monkeypatch.delenv("CXX")
+    assert not (tmp_path / "cache").exists()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kernel))
+    with pytest.raises(EngineError, match=r"answer cannot be kept in .*kernels \(Not a directory\).*\$XDG_CACHE_HOME"):
+        cpp.load("answer")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as patched:
+        patched.setattr("ctypes.CDLL", Path)
+        library = cpp.load("answer")
+    library.write_bytes(library.read_bytes()[:100])
+    with pytest.raises(EngineError, match=rf"answer cannot be loaded \(.*\). Delete {library}, or .*XDG_CACHE_HOME"):
+        cpp.load("answer")
+    kernel.write_text("int answer( {")
+    with pytest.raises(EngineError, match=r"(?s)answer cannot be compiled .*error: .*dtype int8"):
+        cpp.load("answer")
