@@ -28,9 +28,9 @@ RUN python -m venv /opt/saguaro \
     && /opt/saguaro/bin/pip install --no-cache-dir "${wheel}[mpi,serve]"
 
 FROM ${CPU_BASE} AS cpu
-# Triton's server is not Python and needs these beside the wheel's own libraries.
+# Triton's server is not Python and needs these beside the wheel's own libraries; g++ compiles the kernel of int4 engines.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends tini libgomp1 \
+    && apt-get install --yes --no-install-recommends tini libgomp1 g++ \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=cpu-environment /opt/saguaro /opt/saguaro
 RUN useradd --uid 10001 --create-home saguaro \

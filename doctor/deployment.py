@@ -22,6 +22,7 @@ from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConf
 from saguaro.orchestrator.nvml import GpuNode
 from saguaro.orchestrator.placement import Demand, place, replica_of
 from saguaro.orchestrator.plan import GroupPlan, draft_roles
+from saguaro.plugins.cpp import find_compiler
 
 # What CUDA and NCCL take of a GPU that PyTorch computes on; nobody has measured it here.
 _OVERHEAD = int(1.5 * 2**30)
@@ -98,7 +99,7 @@ def engines(parts: Mapping[str, Part]) -> list[Check]:
     """Built or not, for what, and whether what they need is installed."""
     checks = []
     for role, part in parts.items():
-        checks += [_engine(role, part), *_packages(role, part.recipe.engine)]
+        checks += [_engine(role, part), *_packages(role, part.recipe.engine), *_compiler(role, part.recipe)]
     built = [part.directory for part in parts.values() if part.manifest and part.directory]
     if len(built) == 2:
         try:
@@ -130,6 +131,13 @@ def _packages(role: str, engine: EngineName) -> list[Check]:
             remedy = "use NVIDIA's Triton image 26.04 to 26.07 (docs/deployment/containers.md)"
             checks.append(Check(f"{role} package", "problem", text, remedy))
     return checks
+
+
+def _compiler(role: str, recipe: Recipe) -> list[Check]:
+    if recipe.dtype != "int4" or find_compiler() is not None:
+        return []
+    remedy = "apt-get install g++, or name one in $CXX; or take a recipe in int8"
+    return [Check(f"{role} compiler", "problem", f"{recipe.name} is in int4, which needs a C++ compiler", remedy)]
 
 
 def placement(parts: Mapping[str, Part], node: GpuNode | None) -> list[Check]:

@@ -22,6 +22,7 @@ from saguaro.engines.kv_pool import available_memory
 from saguaro.errors import SaguaroError
 from saguaro.orchestrator.config import ServingConfig
 from saguaro.orchestrator.mpi_command import Mpi, find_mpi
+from saguaro.plugins.cpp import find_compiler
 from saguaro.supervisor.ports import PORTS, port_problem
 
 # Bytes of shared memory: Triton's Python backend takes 1 MB for each of three models and grows by what is in flight, a
@@ -73,7 +74,7 @@ def packages() -> list[Check]:
     ):
         found = installed(name)
         checks.append(Check(name, "ok" if found else "warning", found or "not installed", "" if found else remedy))
-    checks.append(_triton())
+    checks += [_compiler(), _triton()]
     return checks
 
 
@@ -82,6 +83,12 @@ def installed(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)
     return None
+
+
+def _compiler() -> Check:
+    if found := find_compiler():
+        return Check("C++ compiler", "ok", found)
+    return Check("C++ compiler", "warning", "not found", "for dtype int4: apt-get install g++, or name one in $CXX")
 
 
 def _triton() -> Check:

@@ -30,7 +30,7 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 
 
@@ -41,7 +41,13 @@ def load(kernel: str) -> ctypes.CDLL:
     Raises EngineError without a compiler, when it cannot compile for this CPU, or what it makes cannot be kept or run.
     """
     source = Path(__file__).with_name(f"{kernel}.cpp")
-    compiler = _compiler(kernel)
+    compiler = find_compiler()
+    if compiler is None:
+        raise EngineError(
+            f"the kernel {kernel} is C++ and compiled when it is first used, but there is no compiler here "
+            f"({os.environ.get('CXX') or ', '.join(_COMPILERS)}). Install one (Debian and Ubuntu: apt-get install g++) and "
+            "unset $CXX or name it there, or build the engine with dtype int8."
+        )
     # All that the result depends on: the macros tell the compiler's version and what this CPU can do.
     macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)
     key = hashlib.sha256("\0".join([source.read_text("utf-8"), *_FLAGS, macros]).encode()).hexdigest()[:16]
@@ -57,16 +63,10 @@ def load(kernel: str) -> ctypes.CDLL:
         ) from error
 
 
-def _compiler(kernel: str) -> str:
+def find_compiler() -> str | None:
+    """The compiler that would be used: $CXX if that is set, else the first of the usual names."""
     named = os.environ.get("CXX")
-    found = next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
-    if found is None:
-        sought = f"$CXX ({named})" if named else ", ".join(COMPILERS)
-        raise EngineError(
-            f"the kernel {kernel} is C++ and compiled when it is first used, but there is no compiler here ({sought}). "
-            "Install one (Debian and Ubuntu: apt-get install g++), or build the engine with dtype int8."
-        )
-    return found
+    return next((path for name in ([named] if named else _COMPILERS) if (path := shutil.which(name))), None)
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:

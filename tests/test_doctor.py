@@ -274,6 +274,18 @@ def test_a_deployment_on_the_cpu_can_run_here_and_says_what_it_takes(
     assert "draft" not in capsys.readouterr().out.partition("deployment mine")[2]
 
 
+def test_int4_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"target": part("qwen2.5-coder-1.5b-int4-cpu", tmp_path), "draft": part("tiny-draft", tmp_path)}
+    monkeypatch.setenv("CXX", "sh")
+    assert found(machine.packages(), "C++ compiler")[0][0] == "ok"
+    assert "problem" not in {check.level for check in deployment.engines(parts) if "compiler" in check.name}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert found(machine.packages(), "C++ compiler")[0][:2] == ("warning", "not found")
+    (check,) = [check for check in deployment.engines(parts) if "compiler" in check.name]
+    assert (check.name, check.level) == ("target compiler", "problem")
+    assert "g++" in check.remedy
+
+
 def test_what_keeps_a_deployment_from_running_is_the_exit_status(
     quick: None, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

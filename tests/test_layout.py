@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "triton_repo": {"errors", "engines", "orchestrator"},
     "frontend": {"errors", "engines", "orchestrator"},
     "bench": {"errors", "cache", "plugins", "engines", "orchestrator", "build", "supervisor", "llm", "simulate"},
-    "doctor": {"errors", "engines", "orchestrator", "build", "supervisor", "llm"},
+    "doctor": {"errors", "plugins", "engines", "orchestrator", "build", "supervisor", "llm"},
     "supervisor": {"errors", "orchestrator", "triton_repo", "llm"},  # the front end is a process it starts
 }
 PURE_CORE = (
