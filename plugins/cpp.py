@@ -45,8 +45,8 @@ def load(kernel: str) -> ctypes.CDLL:
     if compiler is None:
         raise EngineError(
             f"the kernel {kernel} is C++ and compiled when it is first used, but there is no compiler here "
-            f"({os.environ.get('CXX') or ', '.join(_COMPILERS)}). Install one (Debian and Ubuntu: apt-get install g++) and "
-            "unset $CXX or name it there, or build the engine with dtype int8."
+            f"({os.environ.get('CXX') or ', '.join(_COMPILERS)}). Install one (Debian and Ubuntu: apt-get install g++; "
+            "$CXX may name it), or build the engine with dtype int8."
         )
     # All that the result depends on: the macros tell the compiler's version and what this CPU can do.
     macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)

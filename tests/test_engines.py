@@ -79,8 +79,8 @@ def quantised(family: str, quantise: Callable[[Any], None]) -> Subject:
     model = tiny_model(family)
     compute_in_float32(model, quantise)
     # Attention's last bits depend on the shape of the batch and may round an activation the other way, by a whole step.
-    # That costs int8 up to 0.033 of the scale here, quantising itself three times as much. That this is all is shown where
-    # the shape is fixed: there both are equal to the bit (test_deterministic.py).
+    # That costs int8 up to 0.033 of the scale here, quantising itself three times as much. That this is all is shown
+    # where the shape is fixed: there both are equal to the bit (test_deterministic.py).
     return Subject(pytorch(model), 0.05)
 
 
