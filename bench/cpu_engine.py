@@ -1,11 +1,12 @@
-"""The pytorch engine on the CPU, in int8 and bfloat16, beside Hugging Face: `python -m saguaro.bench.cpu_engine`.
+"""The pytorch engine on the CPU, quantised and in bfloat16, beside Hugging Face: `python -m saguaro.bench.cpu_engine`.
 
 Speed: one token after another from the same prompt, by Hugging Face's eager `generate` in bfloat16 and by the engine in
-bfloat16 and int8; and, in turns with the int8 steps, a plain pass of the int8 kernel over the same weights: what no
-engine on this kernel can be faster than. Accuracy: both texts of `accuracy.yaml` in one forward, int8 against bfloat16.
+bfloat16, int8 and int4; and after each quantised step a plain pass of its kernel over the same weights: what no engine
+on this kernel can be faster than. Accuracy: both texts of `accuracy.yaml` in one forward, beside bfloat16.
 
-Times are processor time, so that waiting for a busy machine does not count. One model is in memory at a time. What is
-measured in runs of its own, speed, accuracy or one model of several, comes together in one JSON.
+Times are processor time, so that waiting for a busy machine does not count. Quantised models take turns; else one is in
+memory at a time. What is measured in runs of its own, speed, accuracy or one model of several, comes together in one
+JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from saguaro.build.recipe import find_recipe
 from saguaro.cache import cache_folder
 from saguaro.engines.base import causal_batch
 from saguaro.engines.checkpoint import load_config, load_model, weights_file
+from saguaro.engines.int4 import Int4Linear
 from saguaro.engines.int8 import Int8Linear
 from saguaro.engines.kv_pool import require_memory
 from saguaro.engines.manifest import TOKENIZER, Dtype, Manifest
@@ -45,31 +48,30 @@ COMMAND = "python -m saguaro.bench.cpu_engine"
 BLOCK_SIZE = 16
 TABLE = tuple(range(128))
 PROMPT = 16  # tokens before the first that is timed: emulated bfloat16 takes seconds for each
+QUANTISED: tuple[Dtype, ...] = ("int8", "int4")
 ROWS = (4, 8)  # of the forwards beside those of one row: verifications
+
+
+Times = dict[Dtype, dict[int, float]]  # medians in milliseconds by dtype and number of rows
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians in milliseconds: of a token, and of forwards and passes by their number of rows."""
+    """Of a token, and of forwards and passes by their number of rows."""
 
     weights: int  # of the linear layers, output head included
-    hugging_face: float
-    bfloat16: dict[int, float]
-    int8: dict[int, float]
-    plain: dict[int, float]
+    hugging_face: float  # milliseconds, median
+    engine: Times
+    plain: Times
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of int8 on one text, each token after those before it."""
+    """On one text, each token after those before it, by dtype."""
 
     tokens: int
-    agreement: float  # share of places where int8 and bfloat16 have the same best token
-    perplexity_bfloat16: float
-    perplexity_int8: float
-
-
-Timed = dict[int, list[float]]  # milliseconds by number of rows
+    agreement: dict[Dtype, float]  # share of places where it has the best token of bfloat16
+    perplexity: dict[Dtype, float]
 
 
 class Subject:
@@ -79,10 +81,14 @@ class Subject:
         manifest = replace(Manifest.load(directory), dtype=dtype)
         needed = memory_needed(directory, manifest, block_size=BLOCK_SIZE, num_blocks=len(TABLE))
         require_memory(needed, f"the model in {dtype}", torch.device("cpu"))
-        self.model = stored_model(directory)
-        convert(self.model, dtype)
+        model = stored_model(directory)
+        convert(model, dtype)
+        self.linears = [module for module in model.modules() if isinstance(module, (Int8Linear, Int4Linear))]
+        self._inputs = {
+            rows: [torch.rand(rows, linear.in_features) * 2 - 1 for linear in self.linears] for rows in (1, *ROWS)
+        }
         self._engine = PytorchEngine(
-            self.model,
+            model,
             vocab_size=manifest.vocab_size,
             max_model_len=manifest.max_model_len,
             block_size=BLOCK_SIZE,
@@ -93,24 +99,36 @@ class Subject:
         """[wanted, vocab_size] of the last of these tokens, the first of which is at position `start`."""
         return self._engine.forward(causal_batch([ids], [start], [TABLE], [wanted], BLOCK_SIZE)).logits
 
-    def time(
-        self, prompt: Sequence[int], steps: int, plain: Callable[[int], None] | None = None
-    ) -> tuple[Timed, Timed]:
-        """Times of greedy steps, then of forwards of ROWS; and of a plain pass of as many rows after each of them."""
-        own: Timed = {rows: [] for rows in (1, *ROWS)}
-        beside: Timed = {rows: [] for rows in (1, *ROWS)}
-        ids = [int(self.logits(prompt).argmax())]
-        for rows in own:
-            for _ in range(steps if rows == 1 else max(1, steps // 4)):
-                start = time.process_time()
-                best = self.logits((ids * rows)[-rows:], len(prompt) + len(ids) - 1, rows).argmax(-1)
-                own[rows].append(1000 * (time.process_time() - start))
-                ids.append(int(best[0]))
-                if plain:
-                    start = time.process_time()
-                    plain(rows)
-                    beside[rows].append(1000 * (time.process_time() - start))
-        return own, beside
+    def step(self, ids: list[int], rows: int) -> None:
+        """Append the best token after `ids`, by a forward of the last of them, `rows` times."""
+        ids.append(int(self.logits(ids[-1:] * rows, len(ids) - 1, rows)[0].argmax()))
+
+    def plain(self, rows: int) -> None:
+        """The kernel over all weights, one layer after another."""
+        for linear, x in zip(self.linears, self._inputs[rows], strict=True):
+            linear.product(x)
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    start = time.process_time()
+    work()
+    return 1000 * (time.process_time() - start)
+
+
+def time_in_turns(subjects: Mapping[Dtype, Subject], prompt: Sequence[int], steps: int) -> tuple[Times, Times]:
+    """Of greedy steps, then of forwards of ROWS; and of a plain pass of as many rows after each of them."""
+    own: Times = {dtype: {} for dtype in subjects}
+    plain: Times = {dtype: {} for dtype in subjects}
+    texts = {dtype: [*prompt, int(subject.logits(prompt).argmax())] for dtype, subject in subjects.items()}
+    for rows in (1, *ROWS):
+        times: dict[Dtype, list[tuple[float, float]]] = {dtype: [] for dtype in subjects}
+        for _ in range(steps if rows == 1 else max(1, steps // 4)):
+            for dtype, subject in subjects.items():
+                step = milliseconds(partial(subject.step, texts[dtype], rows))
+                times[dtype].append((step, milliseconds(partial(subject.plain, rows))))
+        for dtype, both in times.items():
+            own[dtype][rows], plain[dtype][rows] = (statistics.median(values) for values in zip(*both, strict=True))
+    return own, plain
 
 
 def stored_model(directory: Path) -> Any:
@@ -141,50 +159,39 @@ def time_hugging_face(directory: Path, prompt: Sequence[int], steps: int) -> lis
     return [1000 * (end - start) for start, end in zip(ends, ends[1:])]
 
 
-def plain_pass(linears: Sequence[Int8Linear]) -> Callable[[int], None]:
-    """The int8 kernel over all weights, one layer after another, on given rows."""
-    inputs = {rows: [torch.rand(rows, linear.in_features) * 2 - 1 for linear in linears] for rows in (1, *ROWS)}
-
-    def run(rows: int) -> None:
-        for linear, x in zip(linears, inputs[rows], strict=True):
-            linear.product(x)
-
-    return run
-
-
-def compare(ids: Sequence[int], bfloat16: Tensor, int8: Tensor) -> Accuracy:
-    """Logits [N, vocab_size] of all rows of the text in either dtype."""
+def compare(ids: Sequence[int], logits: Mapping[Dtype, Tensor]) -> Accuracy:
+    """Logits [N, vocab_size] of all rows of the text in every dtype, bfloat16 among them."""
     targets = torch.tensor(ids[1:])
-    perplexities = [math.exp(cross_entropy(logits[:-1], targets)) for logits in (bfloat16, int8)]
-    agreement = (bfloat16.argmax(-1) == int8.argmax(-1)).double().mean()
-    return Accuracy(len(ids), float(agreement), *perplexities)
+    best = {dtype: rows.argmax(-1) for dtype, rows in logits.items()}
+    return Accuracy(
+        len(ids),
+        {dtype: float((found == best["bfloat16"]).double().mean()) for dtype, found in best.items()},
+        {dtype: math.exp(cross_entropy(rows[:-1], targets)) for dtype, rows in logits.items()},
+    )
 
 
-def measure_speed(directory: Path, texts: Mapping[str, Sequence[int]], steps: int) -> Speed:
+def measure_speed(directory: Path, texts: Mapping[str, Sequence[int]], steps: int, dtypes: Sequence[Dtype]) -> Speed:
     prompt = texts["prose"][:PROMPT]
     hugging_face = time_hugging_face(directory, prompt, max(2, steps // 4))
-    bfloat16, _ = Subject(directory, "bfloat16").time(prompt, steps)
+    bfloat16, _ = time_in_turns({"bfloat16": Subject(directory, "bfloat16")}, prompt, steps)
     gc.collect()
-    subject = Subject(directory, "int8")
-    linears = [module for module in subject.model.modules() if isinstance(module, Int8Linear)]
-    int8, plain = subject.time(prompt, steps, plain_pass(linears))
-    weights = sum(linear.in_features * linear.out_features for linear in linears)
-    return Speed(weights, statistics.median(hugging_face), medians(bfloat16), medians(int8), medians(plain))
+    subjects = {dtype: Subject(directory, dtype) for dtype in dtypes}
+    quantised, plain = time_in_turns(subjects, prompt, steps)
+    weights = sum(linear.in_features * linear.out_features for linear in subjects[dtypes[0]].linears)
+    return Speed(weights, statistics.median(hugging_face), bfloat16 | quantised, plain)
 
 
-def measure_accuracy(directory: Path, texts: Mapping[str, Sequence[int]]) -> dict[str, Accuracy]:
-    def logits(dtype: Dtype) -> dict[str, Tensor]:
+def measure_accuracy(
+    directory: Path, texts: Mapping[str, Sequence[int]], dtypes: Sequence[Dtype]
+) -> dict[str, Accuracy]:
+    logits: dict[str, dict[Dtype, Tensor]] = {kind: {} for kind in texts}
+    for dtype in ("bfloat16", *dtypes):
         subject = Subject(directory, dtype)
-        return {kind: subject.logits(ids, wanted=len(ids)) for kind, ids in texts.items()}
-
-    expected = logits("bfloat16")
-    gc.collect()
-    found = logits("int8")
-    return {kind: compare(ids, expected[kind], found[kind]) for kind, ids in texts.items()}
-
-
-def medians(times: Timed) -> dict[int, float]:
-    return {rows: statistics.median(values) for rows, values in times.items()}
+        for kind, ids in texts.items():
+            logits[kind][dtype] = subject.logits(ids, wanted=len(ids))
+        del subject
+        gc.collect()
+    return {kind: compare(ids, logits[kind]) for kind, ids in texts.items()}
 
 
 def read_texts() -> dict[str, str]:
@@ -193,36 +200,42 @@ def read_texts() -> dict[str, str]:
     return texts
 
 
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * 2 + ["--:"] * (len(headers) - 2), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def speed_table(recipe: str, speed: Speed) -> str:
-    lines = [
-        "| model | rows | Hugging Face bf16 | bf16 | int8 | plain int8 pass | Hugging Face / int8 | int8 / plain |",
-        "|---|" + "--:|" * 7,
-    ]
-    for rows, int8 in speed.int8.items():
+    headers = ["model", "rows", "Hugging Face bf16", "bf16"]
+    for dtype in speed.plain:
+        headers += [dtype, f"plain {dtype} pass", f"Hugging Face / {dtype}", f"{dtype} / plain"]
+    lines = []
+    for rows, bfloat16 in speed.engine["bfloat16"].items():
         first = rows == 1
-        cells = [recipe if first else "", str(rows), f"{speed.hugging_face:.1f}" if first else ""]
-        cells += [f"{times[rows]:.1f}" for times in (speed.bfloat16, speed.int8, speed.plain)]
-        cells += [f"{speed.hugging_face / int8:.2f}" if first else "", f"{int8 / speed.plain[rows]:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [recipe if first else "", str(rows), f"{speed.hugging_face:.1f}" if first else "", f"{bfloat16:.1f}"]
+        for dtype, plain in speed.plain.items():
+            own = speed.engine[dtype][rows]
+            cells += [f"{own:.1f}", f"{plain[rows]:.1f}", f"{speed.hugging_face / own:.2f}" if first else ""]
+            cells.append(f"{own / plain[rows]:.2f}")
+        lines.append(cells)
+    return table(headers, lines)
 
 
 def accuracy_table(recipe: str, accuracy: Mapping[str, Accuracy]) -> str:
     lines = [
-        "| model | text | tokens | same best token | perplexity bf16 | perplexity int8 |",
-        "|---|---|" + "--:|" * 4,
+        [recipe, kind, dtype, str(a.tokens), f"{a.agreement[dtype]:.1%}", f"{perplexity:.2f}"]
+        for kind, a in accuracy.items()
+        for dtype, perplexity in a.perplexity.items()
     ]
-    for kind, a in accuracy.items():
-        perplexities = f"{a.perplexity_bfloat16:.2f} | {a.perplexity_int8:.2f}"
-        lines.append(f"| {recipe} | {kind} | {a.tokens} | {a.agreement:.1%} | {perplexities} |")
-    return "\n".join(lines)
+    return table(["model", "text", "dtype", "tokens", "same best token", "perplexity"], lines)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="The pytorch engine in int8 beside bfloat16, on one thread.")
+    parser = argparse.ArgumentParser(description="The pytorch engine, quantised, beside bfloat16, on one thread.")
     parser.add_argument("what", choices=("speed", "accuracy"))
     parser.add_argument("--out", type=Path, required=True, help="folder for cpu_engine.json")
     parser.add_argument("--recipes", nargs="+", default=["qwen2.5-coder-1.5b-int8-cpu", "qwen2.5-coder-0.5b-cpu"])
+    parser.add_argument("--dtypes", nargs="+", choices=QUANTISED, default=QUANTISED)
     parser.add_argument("--steps", type=int, default=24, help="tokens that are timed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -239,11 +252,11 @@ def main(arguments: list[str]) -> None:
             f"VNNI {torch.cpu._is_vnni_supported()}, {platform.machine()}",
         }
         if options.what == "speed":
-            speed = measure_speed(directory, texts, options.steps)
+            speed = measure_speed(directory, texts, options.steps, options.dtypes)
             result |= asdict(speed)
             page = speed_table(recipe.name, speed)
         else:
-            accuracy = measure_accuracy(directory, texts)
+            accuracy = measure_accuracy(directory, texts, options.dtypes)
             result |= {kind: asdict(of_text) for kind, of_text in accuracy.items()}
             page = accuracy_table(recipe.name, accuracy)
         record = json.loads(path.read_text()) if path.exists() else {}
