@@ -31,6 +31,15 @@ require_compiler()
 GROUP = 32
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other at every product cost a busy machine seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def draw(kind: str, outputs: int, inputs: int, seed: int) -> Tensor:
     """Weights [outputs, inputs]."""
     generator = torch.Generator().manual_seed(seed)
@@ -198,6 +207,16 @@ def test_what_is_no_number_stays_in_its_row(value: float) -> None:
         assert not found[1].isfinite().any()
         others = [row for row in range(count) if row != 1]
         assert torch.equal(found[others], expected[others])
+
+
+def test_threads_share_the_channels_out_and_change_nothing() -> None:
+    made, _, _ = layer()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append([made(rows(count, 300)) for count in (1, 9, 20)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_layers_put_together_give_the_same_bits() -> None:
