@@ -1,9 +1,12 @@
-"""The torch path of fan-out attention against its definition, over random shapes and block tables."""
+"""Both ways to compute fan-out attention on the CPU against its definition, over random shapes and block tables."""
 
 from __future__ import annotations
 
+import platform
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,13 +18,62 @@ from attention_cases import Case, causal_case, fan_out_case, make_case, random_c
 from masks import mask_of
 from saguaro.bench import fan_out_attention as bench
 from saguaro.errors import EngineError
-from saguaro.plugins.attention import MAX_ROWS, fan_out_attention, plan_attention
+from saguaro.plugins import cpp, cpp_attention
+from saguaro.plugins.attention import MAX_ROWS, Plan, fan_out_attention, plan_attention
+from saguaro.plugins.cpp_attention import plan_cpp
+from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors, check_tensors
 
 
 def fast(case: Case, max_rows: int = MAX_ROWS) -> Tensor:
     plan = plan_attention(*case.layout, max_rows=max_rows)
     return fan_out_attention(case.query, case.keys, case.values, plan, case.scale)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute the attention, in the dtype that says most about it."""
+
+    plan: Callable[..., Plan]
+    dtype: torch.dtype
+
+    def attend(self, case: Case) -> Tensor:
+        return self.plan(*case.layout).attend(case.query, case.keys, case.values, case.scale)
+
+    def check(self, case: Case) -> None:
+        case = case.to(self.dtype)
+        if self.dtype == torch.float64:
+            torch.testing.assert_close(self.attend(case), case.plain(), rtol=0, atol=1e-12)
+        else:
+            assert case.excess(self.attend(case)) <= 0
+
+
+# What the kernel in C++ is compiled for: vectors and blocks have other sizes on each.
+CPUS = {"this CPU": cpp._FLAGS, "any CPU": tuple(flag for flag in cpp._FLAGS if flag != "-march=native")}
+if platform.machine() == "x86_64":
+    CPUS["no AVX-512"] = (*cpp._FLAGS, "-mno-avx512f")
+
+
+@cache
+def compiled(cpu: str) -> Way:
+    if not any(map(shutil.which, cpp._COMPILERS)):
+        pytest.skip("NOT TESTED: this machine has no C++ compiler (apt-get install g++)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpp, "_FLAGS", CPUS[cpu])
+        patch.setattr(cpp, "load", cpp.load.__wrapped__)
+        kernel = cpp_attention.load_kernel.__wrapped__()
+    return Way(lambda *layout: replace(plan_cpp(*layout), kernel=kernel), torch.float32)
+
+
+@pytest.fixture(scope="session", params=CPUS)
+def kernel(request: pytest.FixtureRequest) -> Way:
+    """The kernel in C++."""
+    return compiled(request.param)
+
+
+@pytest.fixture(scope="session", params=["torch", *CPUS])
+def way(request: pytest.FixtureRequest) -> Way:
+    return Way(plan_attention, torch.float64) if request.param == "torch" else compiled(request.param)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -37,23 +89,25 @@ COUNTS = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(COUNTS, st.integers(0, 7)), min_size=1, max_size=3), st.integers(0, 3), OPTIONS)
-def test_fan_out_equals_the_definition(cases: list[tuple[tuple[int, ...], int]], depth: int, options: dict) -> None:
+def test_fan_out_equals_the_definition(
+    way: Way, cases: list[tuple[tuple[int, ...], int]], depth: int, options: dict
+) -> None:
     if not any(sum(counts) for counts, _ in cases):
         return
     case = fan_out_case([counts for counts, _ in cases], [prefix for _, prefix in cases], depth, **options)
-    torch.testing.assert_close(fast(case), case.plain(), rtol=0, atol=1e-12)
+    way.check(case)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=4), OPTIONS)
-def test_causal_prefill_and_decode_rows_equal_the_definition(sequences: list[tuple[int, int]], options: dict) -> None:
-    case = causal_case(sequences, **options)
-    torch.testing.assert_close(fast(case), case.plain(), rtol=0, atol=1e-12)
+def test_causal_prefill_and_decode_rows_equal_the_definition(
+    way: Way, sequences: list[tuple[int, int]], options: dict
+) -> None:
+    way.check(causal_case(sequences, **options))
 
 
-def test_rows_need_not_be_consecutive() -> None:
-    case = make_case([3, 2], [9, 6], torch.tensor([4, 1, 8, 0, 5]))
-    torch.testing.assert_close(fast(case), case.plain(), rtol=0, atol=1e-12)
+def test_rows_need_not_be_consecutive(way: Way) -> None:
+    way.check(make_case([3, 2], [9, 6], torch.tensor([4, 1, 8, 0, 5])))
 
 
 @pytest.mark.parametrize("rows", [64, 3, 1])
@@ -85,6 +139,120 @@ def test_error_is_at_most_twice_that_of_plain_torch_in_the_same_dtype(seeds: ran
         assert case.excess(fast(case)) <= 0, seed
 
 
+def test_the_kernel_s_error_is_at_most_twice_that_of_plain_torch(kernel: Way) -> None:
+    for seed in range(15):
+        kernel.check(random_case(seed, options=False))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((1, 71), 64), ((2, 7), 80), ((3, 1), 36), ((1, 16), 1)])
+def test_the_kernel_takes_heads_of_any_number_and_size(kernel: Way, heads: tuple[int, int], head_dim: int) -> None:
+    """More queries in a row than in a tile; elements, and pairs of columns, that fill no vector."""
+    kernel.check(fan_out_case([(3, 0, 2), (1, 1)], [130, 5], 1, heads=heads, head_dim=head_dim))
+    kernel.check(causal_case([(60, 12), (0, 1)], heads=heads, head_dim=head_dim))
+
+
+def test_more_of_a_path_than_is_attended_at_a_time(kernel: Way) -> None:
+    kernel.check(fan_out_case([(1, 2)], [3], 70))
+
+
+def test_scores_far_apart_and_what_is_infinite(kernel: Way) -> None:
+    case = causal_case([(5, 200)], dtype=torch.float32)
+    case = replace(case, query=case.query * 1000)
+    kernel.check(case)
+    for poison in (torch.nan, torch.inf):
+        query = case.query.clone()
+        query[3, 2, 0] = poison
+        output = kernel.attend(replace(case, query=query))
+        assert output[3, 2].isnan().all()
+        assert torch.equal(output[4:], kernel.attend(case)[4:])
+
+
+SEQUENCES = st.lists(st.tuples(st.integers(0, 150), st.integers(1, 40)), min_size=1, max_size=3)
+HEADS = st.sampled_from([(1, 1), (2, 3), (2, 7), (1, 12)])
+
+
+@settings(deadline=None, max_examples=25)
+@given(SEQUENCES, HEADS, st.sampled_from([1, 4]))
+def test_a_causal_row_is_the_same_bits_in_any_company(
+    kernel: Way, sequences: list[tuple[int, int]], heads: tuple[int, int], block_size: int
+) -> None:
+    case = causal_case(sequences, heads=heads, block_size=block_size, head_dim=24, dtype=torch.float32)
+    output = kernel.attend(case)
+    tables = [table for table, count in zip(case.tables, case.rows) for _ in range(count)]
+    for row, table in enumerate(tables):
+        alone = replace(case, query=case.query[row, None], rows=[1], tables=[table], mask=case.mask[row, None])
+        assert torch.equal(kernel.attend(alone)[0], output[row])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(COUNTS, st.integers(0, 150)), min_size=1, max_size=3), st.integers(0, 5), HEADS)
+def test_a_branch_is_the_same_bits_in_any_company(
+    kernel: Way, cases: list[tuple[tuple[int, ...], int]], depth: int, heads: tuple[int, int]
+) -> None:
+    if not any(sum(counts) for counts, _ in cases):
+        return
+    options = {"heads": heads, "head_dim": 24, "block_size": 1, "dtype": torch.float32}
+    case = fan_out_case([counts for counts, _ in cases], [prefix for _, prefix in cases], depth, **options)
+    output, mask = kernel.attend(case), case.mask
+    for row, sequence in enumerate(mask.sequence.tolist()):
+        one = slice(sequence, sequence + 1)
+        columns = [*range(int(mask.prefix[sequence] + mask.trunk[sequence])), *mask.path[row].tolist()]
+        alone = FanOutMask(
+            mask.prefix[one], mask.trunk[one], torch.tensor([1]), mask.fork[row, None], torch.tensor([0]), depth
+        )
+        table = [case.tables[sequence][column] for column in columns]
+        single = replace(case, query=case.query[row, None], rows=[1], tables=[table], mask=alone)
+        assert torch.equal(kernel.attend(single)[0], output[row])
+
+
+def test_threads_change_nothing(kernel: Way) -> None:
+    case = causal_case([(30, 50), (5, 1), (0, 20)], heads=(2, 7), dtype=torch.float32)
+    threads, outputs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            outputs.append(kernel.attend(case))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_the_kernel_takes_any_view_of_a_query(kernel: Way) -> None:
+    """The engine's are beside the keys in one tensor."""
+    case = fan_out_case([(3, 1), (0, 2)], [60, 33], 1, dtype=torch.float32)
+    expected = kernel.attend(case)
+    beside = torch.cat([case.query, torch.full_like(case.query, torch.nan)], dim=1)
+    assert torch.equal(kernel.attend(replace(case, query=beside[:, : case.query.shape[1]])), expected)
+    turned = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(kernel.attend(replace(case, query=turned)), expected)
+    assert expected.is_contiguous()
+
+
+def test_what_the_kernel_cannot_compute_is_refused() -> None:
+    case = causal_case([(5, 3)], dtype=torch.float32)
+    plan = compiled("this CPU").plan(*case.layout)
+    keys, values = case.keys, case.values
+    with pytest.raises(EngineError, match="query: the attention in C.. needs torch.float32, got torch.bfloat16"):
+        plan.attend(case.query.bfloat16(), keys, values, case.scale)
+    with pytest.raises(EngineError, match="got torch.float32 over pools of torch.float32 and torch.float16"):
+        plan.attend(case.query, keys, values.half(), case.scale)
+    with pytest.raises(EngineError, match="query: 3 rows over 5 blocks of 4 were planned, got shape .2, 6, 8."):
+        plan.attend(case.query[:2], keys, values, case.scale)
+    with pytest.raises(EngineError, match="over pools of .4, 4, 2, 8.. Plan again."):
+        plan.attend(case.query, keys[1:], values[1:], case.scale)
+    with pytest.raises(EngineError, match="device: the attention in C.. runs on the CPU, got meta"):
+        plan_cpp(*case.layout, device="meta")
+
+
+def test_without_a_compiler_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(cpp, "load", cpp.load.__wrapped__)
+    monkeypatch.setattr(cpp_attention, "load_kernel", cpp_attention.load_kernel.__wrapped__)
+    with pytest.raises(EngineError, match="fan_out_attention is C.. .* there is no compiler here .*no-such-compiler"):
+        plan_cpp(*causal_case([(5, 3)]).layout)
+
+
 def test_bfloat16_is_rounded_only_at_the_end() -> None:
     case = fan_out_case([(3, 2, 2)], [200], 2, dtype=torch.bfloat16)
     torch.testing.assert_close(fast(case).double(), case.to(torch.float64).plain(), rtol=2**-8, atol=1e-6)
@@ -103,12 +271,12 @@ def test_a_window_and_a_soft_cap_change_what_the_definition_says() -> None:
     torch.testing.assert_close(plain[:, 0], torch.stack(masked))
 
 
-def test_a_block_table_that_is_too_short_is_refused() -> None:
+def test_a_block_table_that_is_too_short_is_refused(way: Way) -> None:
     with pytest.raises(EngineError, match="sequence 1 of the batch reads 9 KV columns, but its block table has 2"):
-        plan_attention([1, 2], [[0], [1, 2]], 4, 3, torch.tensor([2, 7, 8]))
+        way.plan([1, 2], [[0], [1, 2]], 4, 3, torch.tensor([2, 7, 8]))
     mask = mask_of([(1, 1)], [4], depth=1)
     with pytest.raises(EngineError, match="reads 10 KV columns"):
-        plan_attention([2], [[0, 1]], 4, 2, mask)
+        way.plan([2], [[0, 1]], 4, 2, mask)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +311,12 @@ def test_a_block_table_that_is_too_short_is_refused() -> None:
         (lambda rows, tables, mask: (rows, tables, torch.tensor([0, 1, -1])), r"mask \(positions\): needs 0 or more"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_by_name(change: Callable, message: str) -> None:
+def test_rows_that_do_not_fit_are_refused_by_name(way: Way, change: Callable, message: str) -> None:
     rows, tables, mask = [1, 2], [[0, 1, 2], [3, 4, 5]], mask_of([(0, 1), (1, 1)], [4, 4], 0)
-    plan_attention(rows, tables, 4, 6, mask)
+    way.plan(rows, tables, 4, 6, mask)
     rows, tables, mask = change(rows, tables, mask)
     with pytest.raises(EngineError, match=message):
-        plan_attention(rows, tables, 4, 6, mask)
+        way.plan(rows, tables, 4, 6, mask)
 
 
 @pytest.mark.parametrize(
