@@ -186,7 +186,7 @@ struct Tile {
         Vector top = before, sum{};
         for (int c = 0; c < columns; ++c) {
             const Vector score = c < limit ? load<Vector>(scores + c * QUERIES) : nothing;
-            top = score < top ? top : score;  // NaN is not lost
+            top = score > top ? score : top;
         }
         for (int c = 0; c < columns; ++c) {
             const Vector weight = power_of_2(load<Vector>(scores + c * QUERIES) - top);

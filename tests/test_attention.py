@@ -146,9 +146,19 @@ def test_the_kernel_s_error_is_at_most_twice_that_of_plain_torch(kernel: Way) ->
 
 @pytest.mark.parametrize(("heads", "head_dim"), [((1, 71), 64), ((2, 7), 80), ((3, 1), 36), ((1, 16), 1)])
 def test_the_kernel_takes_heads_of_any_number_and_size(kernel: Way, heads: tuple[int, int], head_dim: int) -> None:
-    """More queries in a row than in a tile; elements, and pairs of columns, that fill no vector."""
-    kernel.check(fan_out_case([(3, 0, 2), (1, 1)], [130, 5], 1, heads=heads, head_dim=head_dim))
-    kernel.check(causal_case([(60, 12), (0, 1)], heads=heads, head_dim=head_dim))
+    """More queries in a row than in a tile; elements that fill no vector, blocks that no tile of columns ends with."""
+    kernel.check(fan_out_case([(3, 0, 2), (1, 1)], [130, 5], 1, heads=heads, head_dim=head_dim, block_size=3))
+    kernel.check(causal_case([(60, 12), (0, 1)], heads=heads, head_dim=head_dim, block_size=100))
+
+
+def test_the_kernel_s_exponentials_are_exact_to_a_millionth(kernel: Way) -> None:
+    """Scores 0 to -1, and a value for each column that tells its weight."""
+    scores = -torch.arange(64) / 63
+    query, keys = torch.ones(1, 1, 64), torch.zeros(64, 1, 1, 64)
+    keys[:, 0, 0, 0] = scores
+    layout = ([1], [list(range(64))], 1, 64, torch.tensor([63]))
+    weights = kernel.plan(*layout).attend(query, keys, torch.eye(64).view(64, 1, 1, 64), 1.0)
+    torch.testing.assert_close(weights.flatten().double(), scores.double().softmax(0), rtol=1e-6, atol=0)
 
 
 def test_more_of_a_path_than_is_attended_at_a_time(kernel: Way) -> None:
