@@ -1,8 +1,10 @@
-"""One layer of fan-out attention on the CPU beside what it replaces: `python -m saguaro.bench.fan_out_attention`.
+"""Fan-out attention on the CPU beside what it replaces: `python -m saguaro.bench.fan_out_attention`.
 
-Times are processor time, so that waiting for a busy machine does not count, and include what has to be made before the
-first layer can run: the plan, or the mask. In every repetition each method runs once; medians and ratios of medians are
-reported. Memory is the most that a method holds at once beside its inputs, as the allocator saw it.
+First one layer, then all layers of a forward of few rows, each with a pool of its own, so that keys and values come
+from memory as they do behind megabytes of weights. Times are processor time, so that waiting for a busy machine does
+not count, and include what has to be made before the first layer can run: the plan, or the mask. In every repetition
+each method runs once; medians and ratios of medians are reported. Memory is the most that a method holds at once beside
+its inputs, as the allocator saw it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,35 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from saguaro.engines.base import fan_out_batch
-from saguaro.plugins.attention import fan_out_attention, plan_attention
+from saguaro.plugins.attention import Plan, fan_out_attention, plan_attention
+from saguaro.plugins.cpp_attention import plan_cpp
 from saguaro.plugins.fan_out import FanOut
 from saguaro.plugins.fan_out_mask import FanOutMask
 
-# The draft of the embedded default (Qwen2.5-Coder 0.5B), which computes in float32 on the CPU.
-HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
-SCALE = HEAD_DIM**-0.5
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model its attention depends on."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def pool(self, blocks: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(blocks, BLOCK_SIZE, self.kv_heads, self.head_dim, generator=generator)
+
+
+# The embedded default, which computes in float32 on the CPU.
+DRAFT = Model("Qwen2.5-Coder 0.5B", 24, 14, 2, 64)
+TARGET = Model("Qwen2.5-Coder 1.5B", 28, 12, 2, 128)
+HEADS, KV_HEADS, HEAD_DIM, SCALE = DRAFT.heads, DRAFT.kv_heads, DRAFT.head_dim, DRAFT.scale
+PLANS: dict[str, Callable[..., Plan]] = {"torch": plan_attention, "cpp": plan_cpp}
 BLOCK_SIZE = 16
 LOOKAHEAD, DEPTH = 7, 3
 COMMAND = "python -m saguaro.bench.fan_out_attention"
@@ -48,7 +72,7 @@ class Step:
     values: Tensor
 
     @staticmethod
-    def of(batch: int, branches: int, prefix: int, scattered: bool = False) -> Step:
+    def of(batch: int, branches: int, prefix: int, scattered: bool = False, model: Model = DRAFT) -> Step:
         counts = [branches // (LOOKAHEAD + 1)] * (LOOKAHEAD + 1)
         for k in range(branches % (LOOKAHEAD + 1)):
             counts[k] += 1
@@ -61,15 +85,19 @@ class Step:
         made = fan_out_batch(tokens, [fan_out] * batch, [prefix] * batch, tables, DEPTH, BLOCK_SIZE)
         if made.fan_out is None:
             raise ValueError("a branch-decoding step has a fan-out")
-        shape = (batch * width, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-        keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
-        query = torch.randn(batch * branches, HEADS, HEAD_DIM, generator=generator)
+        keys, values = (model.pool(batch * width, generator) for _ in range(2))
+        query = torch.randn(batch * branches, model.heads, model.head_dim, generator=generator)
         return Step(made.fan_out, made.rows, made.block_tables, query, keys, values)
 
     def fan_out(self) -> Tensor:
-        """The plugin's CPU path."""
+        """The plugin's path through PyTorch's kernels."""
         plan = plan_attention(self.rows, self.tables, BLOCK_SIZE, len(self.keys), self.mask)
         return fan_out_attention(self.query, self.keys, self.values, plan, SCALE)
+
+    def cpp(self) -> Tensor:
+        """The kernel in C++."""
+        plan = plan_cpp(self.rows, self.tables, BLOCK_SIZE, len(self.keys), self.mask)
+        return plan.attend(self.query, self.keys, self.values, SCALE)
 
     def dense(self) -> Tensor:
         """PyTorch's fused attention under a stored mask. Blocks lie in order: it reads the pool in place."""
@@ -126,12 +154,15 @@ class Result:
 def measure(batch: int, branches: int, prefix: int, repetitions: int) -> Result:
     """Raises ArithmeticError when the methods disagree: a figure of a wrong method means nothing."""
     step, scattered = (Step.of(batch, branches, prefix, scattered) for scattered in (False, True))
-    difference = float((step.fan_out() - step.dense()).abs().max())
-    if difference > 1e-4:
-        raise ArithmeticError(f"fan-out and dense-mask attention differ by {difference}")
+    for name, output in (("PyTorch's", step.fan_out()), ("the C++", step.cpp())):
+        difference = float((output - step.dense()).abs().max())
+        if difference > 1e-4:
+            raise ArithmeticError(f"fan-out by {name} kernels and dense-mask attention differ by {difference}")
     methods: dict[str, Callable[[], Tensor]] = {
         "fan_out": step.fan_out,
+        "cpp": step.cpp,
         "scattered": scattered.fan_out,
+        "cpp_scattered": scattered.cpp,
         "dense": step.dense,
         "per_branch": step.per_branch,
         "per_branch_paged": step.per_branch_paged,
@@ -150,6 +181,38 @@ def measure(batch: int, branches: int, prefix: int, repetitions: int) -> Result:
         {name: statistics.median(values) for name, values in times.items()},
         {name: peak_memory(method) / 1024 for name, method in methods.items()},
     )
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The attention of a model's layers, plan included, in milliseconds."""
+
+    model: str
+    fan_out: bool  # or causal
+    rows: int
+    columns: int  # before the rows
+    times: dict[str, float]
+
+
+def measure_forward(model: Model, fan_out: bool, rows: int, columns: int, repetitions: int) -> Forward:
+    """One sequence, whose blocks lie anywhere. Raises ArithmeticError when the ways disagree."""
+    step = Step.of(1, rows, columns, scattered=True, model=model)
+    mask = step.mask if fan_out else torch.arange(columns, columns + rows)
+    generator = torch.Generator().manual_seed(1)
+    pools = [[model.pool(len(step.keys), generator) for _ in range(2)] for _ in range(model.layers)]
+    times: dict[str, list[float]] = {name: [] for name in PLANS}
+    outputs = {}
+    for _ in range(repetitions):
+        for name, plan in PLANS.items():
+            start = time.process_time()
+            planned = plan(step.rows, step.tables, BLOCK_SIZE, len(step.keys), mask)
+            for keys, values in pools:
+                outputs[name] = planned.attend(step.query, keys, values, model.scale)
+            times[name].append(1000 * (time.process_time() - start))
+    difference = float((outputs["torch"] - outputs["cpp"]).abs().max())
+    if difference > 1e-4:
+        raise ArithmeticError(f"attention by PyTorch's and by the C++ kernels differ by {difference}")
+    return Forward(model.name, fan_out, rows, columns, {name: statistics.median(times[name]) for name in times})
 
 
 def products_rate(size: int = 1024) -> float:
@@ -175,32 +238,62 @@ def peak_memory(method: Callable[[], Tensor]) -> int:
     return peak
 
 
-def table(results: list[Result], command: str, where: str, rate: float) -> str:
+def table(results: list[Result], forwards: list[Forward], command: str, where: str, rate: float) -> str:
     """The results as a page."""
     lines = [
         "# Fan-out attention on the CPU",
         "",
         f"`{command}`, {where}.",
         "",
-        f"One layer, float32, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, K = {LOOKAHEAD}, depth {DEPTH}, "
+        "## One layer",
+        "",
+        f"Float32, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, K = {LOOKAHEAD}, depth {DEPTH}, "
         f"blocks of {BLOCK_SIZE}. Milliseconds of processor time (medians) and KiB held beside the inputs.",
-        "*fan-out*: the plugin's CPU path, plan included, blocks in order; *scattered*: the same with blocks in random",
-        "order. *dense*: PyTorch's fused attention with a stored mask, mask included, blocks in order. *per branch*:",
-        "every branch a sequence of its own, PyTorch's fused attention; *paged*: the same in the plugin's causal path.",
+        "*fan-out*: the plugin's path through PyTorch's kernels, plan included, blocks in order; *C++*: its own kernel,",
+        "likewise; *scattered*: the same with blocks in random order. *dense*: PyTorch's fused attention with a stored",
+        "mask, mask included, blocks in order. *per branch*: every branch a sequence of its own, PyTorch's fused attention;",
+        "*paged*: the same in the plugin's causal path.",
         "*ΣF = 1*: the fan-out with one branch. *products*: both products over the prefix at the "
         f"{rate / 1e6:.0f} GFLOP/s of a large",
         "matrix product measured in the same run: nothing that computes in float32 can be faster.",
         "",
-        "| B | ΣF | prefix | fan-out | scattered | dense | per branch | paged | ΣF = 1 | products | dense / fan-out "
-        "| per branch / fan-out | paged / fan-out | fan-out / ΣF=1 | KiB fan-out | KiB dense |",
-        "|" + "--:|" * 16,
+        "| B | ΣF | prefix | fan-out | C++ | scattered | C++ scattered | dense | per branch | paged | ΣF = 1 "
+        "| products | fan-out / C++ | dense / fan-out | per branch / fan-out | paged / fan-out | fan-out / ΣF=1 "
+        "| KiB fan-out | KiB dense |",
+        "|" + "--:|" * 19,
     ]
     for r in results:
         t, m = r.times, r.memory
         cells = [r.batch, r.branches, r.prefix, *(f"{t[name]:.2f}" for name in t)]
-        cells += [f"{r.products(rate):.2f}", f"{r.slower('dense'):.2f}", f"{r.slower('per_branch'):.2f}"]
+        cells += [
+            f"{r.products(rate):.2f}",
+            f"{1 / r.slower('cpp'):.2f}",
+            f"{r.slower('dense'):.2f}",
+            f"{r.slower('per_branch'):.2f}",
+        ]
         cells += [f"{r.slower('per_branch_paged'):.2f}"]
         cells += [f"{1 / r.slower('one_branch'):.2f}", f"{m['fan_out']:.0f}", f"{m['dense']:.0f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "",
+        "## All layers of a forward",
+        "",
+        "One sequence, blocks in random order, each layer with a pool of its own, so that keys and values come from memory",
+        "as they do in a forward. *columns*: those before the rows, which are a trunk (causal) or a fan-out at depth "
+        f"{DEPTH}. Plan included.",
+        "",
+        "| model | rows | of a | columns | PyTorch | C++ | PyTorch / C++ |",
+        "|---|--:|---|--:|--:|--:|--:|",
+    ]
+    for f in forwards:
+        cells = [
+            f.model,
+            f.rows,
+            "fan-out" if f.fan_out else "trunk",
+            f.columns,
+            *(f"{t:.2f}" for t in f.times.values()),
+        ]
+        cells += [f"{f.times['torch'] / f.times['cpp']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
@@ -212,6 +305,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--branches", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--prefix", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 9], help="of a forward")
+    parser.add_argument("--columns", type=int, nargs="+", default=[200, 1000, 4000], help="before them")
     options = parser.parse_args(arguments)
     with torch.inference_mode():
         rate = products_rate()
@@ -219,16 +314,21 @@ def main(arguments: list[str]) -> None:
             measure(batch, branches, prefix, options.repetitions)
             for batch, branches, prefix in product(options.batch, options.branches, options.prefix)
         ]
+        forwards = [
+            measure_forward(model, fan_out, rows, columns, options.repetitions)
+            for model, fan_out, rows, columns in product((DRAFT, TARGET), (False, True), options.rows, options.columns)
+        ]
     where = f"PyTorch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}"
     options.out.mkdir(parents=True, exist_ok=True)
     command = f"OMP_NUM_THREADS={torch.get_num_threads()} {COMMAND} {' '.join(arguments)}"
-    page = table(results, command, where, rate)
+    page = table(results, forwards, command, where, rate)
     (options.out / "fan_out_attention_cpu.md").write_text(page)
     record = {
         "command": command,
         "where": where,
         "products_flop_per_ms": rate,
         "results": [asdict(result) for result in results],
+        "forwards": [asdict(forward) for forward in forwards],
     }
     (options.out / "fan_out_attention_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.stdout.write(page)

@@ -374,7 +374,10 @@ def test_the_comparison_s_methods_agree_and_its_table_holds_their_times() -> Non
     result = bench.measure(2, 9, 20, repetitions=1)
     assert min(result.times.values()) >= 0
     assert 0 < result.memory["one_branch"] < result.memory["fan_out"]
-    *_, heading, row = bench.table([result], "command", "here", rate=1e5).splitlines()
+    forward = bench.measure_forward(bench.Model("a", 2, 4, 2, 8), True, 9, 20, repetitions=1)
+    page = bench.table([result], [forward], "command", "here", rate=1e5)
+    heading, row = (line for line in page.splitlines() if line.startswith(("| B", "| 2")))
     assert row.startswith("| 2 | 9 | 20 | ")
-    assert row.split(" | ")[9] == "12.90"  # four operations for each of 2 x 9 rows, 14 heads of 64 and 20 columns
+    assert row.split(" | ")[11] == "12.90"  # four operations for each of 2 x 9 rows, 14 heads of 64 and 20 columns
     assert row.count("|") == heading.count("|")
+    assert page.splitlines()[-1].startswith("| a | 9 | fan-out | 20 | ")
