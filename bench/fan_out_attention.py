@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -188,6 +188,7 @@ class Forward:
     """The attention of a model's layers, plan included, in milliseconds."""
 
     model: str
+    layers: int
     fan_out: bool  # or causal
     rows: int
     columns: int  # before the rows
@@ -212,7 +213,9 @@ def measure_forward(model: Model, fan_out: bool, rows: int, columns: int, repeti
     difference = float((outputs["torch"] - outputs["cpp"]).abs().max())
     if difference > 1e-4:
         raise ArithmeticError(f"attention by PyTorch's and by the C++ kernels differ by {difference}")
-    return Forward(model.name, fan_out, rows, columns, {name: statistics.median(times[name]) for name in times})
+    return Forward(
+        model.name, model.layers, fan_out, rows, columns, {name: statistics.median(times[name]) for name in times}
+    )
 
 
 def products_rate(size: int = 1024) -> float:
@@ -249,10 +252,10 @@ def table(results: list[Result], forwards: list[Forward], command: str, where: s
         "",
         f"Float32, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, K = {LOOKAHEAD}, depth {DEPTH}, "
         f"blocks of {BLOCK_SIZE}. Milliseconds of processor time (medians) and KiB held beside the inputs.",
-        "*fan-out*: the plugin's path through PyTorch's kernels, plan included, blocks in order; *C++*: its own kernel,",
-        "likewise; *scattered*: the same with blocks in random order. *dense*: PyTorch's fused attention with a stored",
-        "mask, mask included, blocks in order. *per branch*: every branch a sequence of its own, PyTorch's fused attention;",
-        "*paged*: the same in the plugin's causal path.",
+        "*fan-out*: the plugin's path through PyTorch's kernels, plan included, blocks in order; *C++*: its own kernel",
+        "instead; *scattered*: the same with blocks in random order. *dense*: PyTorch's fused attention with a stored",
+        "mask, mask included, blocks in order. *per branch*: every branch a sequence of its own, PyTorch's fused",
+        "attention; *paged*: the same in the plugin's causal path.",
         "*ΣF = 1*: the fan-out with one branch. *products*: both products over the prefix at the "
         f"{rate / 1e6:.0f} GFLOP/s of a large",
         "matrix product measured in the same run: nothing that computes in float32 can be faster.",
@@ -278,12 +281,12 @@ def table(results: list[Result], forwards: list[Forward], command: str, where: s
         "",
         "## All layers of a forward",
         "",
-        "One sequence, blocks in random order, each layer with a pool of its own, so that keys and values come from memory",
-        "as they do in a forward. *columns*: those before the rows, which are a trunk (causal) or a fan-out at depth "
-        f"{DEPTH}. Plan included.",
+        "One sequence, blocks in random order, each layer with a pool of its own, so that keys and values come from",
+        "memory as they do in a forward. *columns*: those before the rows, which are a trunk (causal) or a fan-out at",
+        f"depth {DEPTH}. Plan included. Prompts, whose rows are many, have one layer here.",
         "",
-        "| model | rows | of a | columns | PyTorch | C++ | PyTorch / C++ |",
-        "|---|--:|---|--:|--:|--:|--:|",
+        "| model | layers | rows | of a | columns | PyTorch | C++ | PyTorch / C++ |",
+        "|---|--:|--:|---|--:|--:|--:|--:|",
     ]
     for f in forwards:
         cells = [
@@ -307,6 +310,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prefix", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 9], help="of a forward")
     parser.add_argument("--columns", type=int, nargs="+", default=[200, 1000, 4000], help="before them")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 300, 1000, 4000], help="their rows")
     options = parser.parse_args(arguments)
     with torch.inference_mode():
         rate = products_rate()
@@ -317,6 +321,10 @@ def main(arguments: list[str]) -> None:
         forwards = [
             measure_forward(model, fan_out, rows, columns, options.repetitions)
             for model, fan_out, rows, columns in product((DRAFT, TARGET), (False, True), options.rows, options.columns)
+        ]
+        forwards += [
+            measure_forward(replace(model, layers=1), False, rows, 0, options.repetitions)
+            for model, rows in product((DRAFT, TARGET), options.prompts)
         ]
     where = f"PyTorch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}"
     options.out.mkdir(parents=True, exist_ok=True)

@@ -380,4 +380,4 @@ def test_the_comparison_s_methods_agree_and_its_table_holds_their_times() -> Non
     assert row.startswith("| 2 | 9 | 20 | ")
     assert row.split(" | ")[11] == "12.90"  # four operations for each of 2 x 9 rows, 14 heads of 64 and 20 columns
     assert row.count("|") == heading.count("|")
-    assert page.splitlines()[-1].startswith("| a | 9 | fan-out | 20 | ")
+    assert page.splitlines()[-1].startswith("| a | 2 | 9 | fan-out | 20 | ")
