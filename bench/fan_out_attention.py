@@ -268,13 +268,8 @@ def table(results: list[Result], forwards: list[Forward], command: str, where: s
     for r in results:
         t, m = r.times, r.memory
         cells = [r.batch, r.branches, r.prefix, *(f"{t[name]:.2f}" for name in t)]
-        cells += [
-            f"{r.products(rate):.2f}",
-            f"{1 / r.slower('cpp'):.2f}",
-            f"{r.slower('dense'):.2f}",
-            f"{r.slower('per_branch'):.2f}",
-        ]
-        cells += [f"{r.slower('per_branch_paged'):.2f}"]
+        cells += [f"{r.products(rate):.2f}", f"{1 / r.slower('cpp'):.2f}"]
+        cells += [f"{r.slower(name):.2f}" for name in ("dense", "per_branch", "per_branch_paged")]
         cells += [f"{1 / r.slower('one_branch'):.2f}", f"{m['fan_out']:.0f}", f"{m['dense']:.0f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
@@ -289,13 +284,9 @@ def table(results: list[Result], forwards: list[Forward], command: str, where: s
         "|---|--:|--:|---|--:|--:|--:|--:|",
     ]
     for f in forwards:
-        cells = [
-            f.model,
-            f.rows,
-            "fan-out" if f.fan_out else "trunk",
-            f.columns,
-            *(f"{t:.2f}" for t in f.times.values()),
-        ]
+        kind = "fan-out" if f.fan_out else "trunk" if f.columns else "prompt"
+        cells = [f.model, f.layers, f.rows, kind, f.columns]
+        cells += [f"{time:.2f}" for time in f.times.values()]
         cells += [f"{f.times['torch'] / f.times['cpp']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

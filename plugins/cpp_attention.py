@@ -110,10 +110,61 @@ def plan_cpp(
     return CppPlan(load_kernel(), tensors, addresses, len(forks), len(rows), width, (num_blocks, block_size))
 
 
+def rotate_and_store(
+    projected: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, key_pool: Tensor, value_pool: Tensor
+) -> Tensor:
+    """Store the keys, rotated, and values of `projected` [N, (H + 2 KV heads) * D]; returns its queries, rotated.
+
+    They are [N, H, D]. Row n goes to slots[n] (int64, block * block_size + offset), and each pair (x1, x2) of elements
+    half a head apart becomes (x1 cos - x2 sin, x2 cos + x1 sin) by its angles, cosines[n] and sines[n]: [N, ..., D], of
+    which the second halves are read, so that the sign of the first does not matter. All are contiguous and, but for the
+    slots, float32.
+
+    Raises EngineError for others, and for a slot that the pool does not have; nothing is written then.
+    """
+    rows, width = projected.shape
+    blocks, block_size, kv_heads, dim = key_pool.shape
+    heads = width // dim - 2 * kv_heads
+    floats = (projected, cosines, sines, key_pool, value_pool)
+    if not (
+        heads >= 1
+        and width % dim == dim % 2 == 0
+        and cosines.numel() == sines.numel() == rows * dim
+        and slots.shape == (rows,)
+        and slots.dtype is torch.int64
+        and key_pool.shape == value_pool.shape
+        and all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in floats)
+        and slots.is_contiguous()
+    ):
+        names = ("projected", "cosines", "sines", "key_pool", "value_pool", "slots")
+        got = (f"{name} {t.dtype} {list(t.shape)}" for name, t in zip(names, (*floats, slots), strict=True))
+        raise EngineError(
+            "projected: needs contiguous float32 of [N, (heads + 2 * KV heads) * D], D even, with cosines and sines of "
+            f"[N, D], int64 slots of [N] and pools of one shape; got {', '.join(got)}."
+        )
+    query = projected.new_empty(rows, heads, dim)
+    addresses = (t.data_ptr() for t in (projected, cosines, sines, slots, query, key_pool, value_pool))
+    wrong = load_rotation()(*addresses, rows, blocks * block_size, heads, kv_heads, dim)
+    if wrong >= 0:
+        raise EngineError(
+            f"slots[{wrong}]: needs one of the pool's 0 to {blocks * block_size - 1}, got {int(slots[wrong])}."
+        )
+    return query
+
+
 @cache
 def load_kernel() -> Callable[..., None]:
-    """The kernel, with the types of its arguments."""
+    """The attention, with the types of its arguments."""
     kernel = cpp.load("fan_out_attention").fan_out_attention
     kernel.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 2 + [ctypes.c_int32] * 5 + [ctypes.c_float]
     kernel.restype = None
+    return kernel
+
+
+@cache
+def load_rotation() -> Callable[..., int]:
+    """What stores the rows before it."""
+    kernel = cpp.load("fan_out_attention").rotate_and_store
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int32] * 3
+    kernel.restype = ctypes.c_int64
     return kernel

@@ -355,3 +355,33 @@ extern "C" void fan_out_attention(const float* query, const float* key_pool, con
         }
     }
 }
+
+// What comes before the attention: of each row of `projected` [N, (heads + 2 * kv_heads) * dim], rotate the queries
+// into `query` [N, heads, dim] and the keys into their slot of the pool, and copy the values there. Elements half a head
+// apart are a pair, which row n turns by the angle whose cosine and sine are cosines[n] and sines[n] [N, dim]. Of these
+// only the second halves are read: they hold what the first do, but for a sign that some turn there.
+// Returns the first row whose slot is not one of the pool's `num_slots`, before anything is written, or -1.
+extern "C" std::int64_t rotate_and_store(const float* projected, const float* cosines, const float* sines,
+                                         const std::int64_t* slots, float* query, float* key_pool, float* value_pool,
+                                         std::int64_t rows, std::int64_t num_slots, std::int32_t heads,
+                                         std::int32_t kv_heads, std::int32_t dim) {
+    for (std::int64_t row = 0; row < rows; ++row)
+        if (slots[row] < 0 || slots[row] >= num_slots) return row;
+    const int half = dim / 2;
+    const std::int64_t token = std::int64_t(kv_heads) * dim;
+#pragma omp parallel for if (rows > QUERIES)
+    for (std::int64_t row = 0; row < rows; ++row) {
+        const float* from = projected + row * (heads + 2 * kv_heads) * dim;
+        const float *cosine = cosines + row * dim + half, *sine = sines + row * dim + half;
+        for (int head = 0; head < heads + kv_heads; ++head, from += dim) {
+            float* __restrict__ to = head < heads ? query + (row * heads + head) * dim
+                                                  : key_pool + slots[row] * token + (head - heads) * dim;
+            for (int d = 0; d < half; ++d) {
+                to[d] = from[d] * cosine[d] - from[d + half] * sine[d];
+                to[d + half] = from[d + half] * cosine[d] + from[d] * sine[d];
+            }
+        }
+        std::copy_n(from, token, value_pool + slots[row] * token);
+    }
+    return -1;
+}

@@ -20,7 +20,7 @@ from saguaro.bench import fan_out_attention as bench
 from saguaro.errors import EngineError
 from saguaro.plugins import cpp, cpp_attention
 from saguaro.plugins.attention import MAX_ROWS, Plan, fan_out_attention, plan_attention
-from saguaro.plugins.cpp_attention import plan_cpp
+from saguaro.plugins.cpp_attention import plan_cpp, rotate_and_store
 from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors, check_tensors
 
@@ -253,6 +253,62 @@ def test_what_the_kernel_cannot_compute_is_refused() -> None:
         plan.attend(case.query, keys[1:], values[1:], case.scale)
     with pytest.raises(EngineError, match="device: the attention in C.. runs on the CPU, got meta"):
         plan_cpp(*case.layout, device="meta")
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 5), st.sampled_from([(1, 1), (2, 3), (1, 12)]), st.sampled_from([2, 8, 36, 64]), st.booleans())
+def test_rows_are_rotated_and_stored(rows: int, heads: tuple[int, int], dim: int, signed: bool) -> None:
+    kv_heads, query_heads = heads[0], heads[0] * heads[1]
+    rows *= 20
+    generator = torch.Generator().manual_seed(rows + dim)
+    projected = torch.randn(rows, query_heads + 2 * kv_heads, dim, generator=generator)
+    angles = 100 * torch.rand(rows, 1, dim // 2, generator=generator)
+    cosines, sines = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    slots = torch.randperm(3 * rows, generator=generator)[:rows]
+    pools = [torch.full((rows, 3, kv_heads, dim), torch.nan) for _ in range(2)]
+
+    first, second = projected.double().chunk(2, dim=-1)
+    cosine, sine = (table[..., : dim // 2].double() for table in (cosines, sines))
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    query, keys, _ = turned.split([query_heads, kv_heads, kv_heads], dim=1)
+    if signed:  # as the decoder has them
+        sines[..., : dim // 2].neg_()
+    compiled("this CPU")
+    found = rotate_and_store(projected.flatten(1), cosines, sines, slots, *pools)
+    torch.testing.assert_close(found.double(), query, rtol=0, atol=1e-6)
+    key_slots, value_slots = (pool.flatten(0, 1) for pool in pools)
+    torch.testing.assert_close(key_slots[slots].double(), keys, rtol=0, atol=1e-6)
+    assert torch.equal(value_slots[slots], projected[:, -kv_heads:])
+    for pool in (key_slots, value_slots):
+        pool[slots] = 0
+        assert int(pool.isnan().all(dim=(1, 2)).sum()) == 2 * rows  # and nothing else was written
+
+
+def test_what_cannot_be_rotated_or_stored_is_refused() -> None:
+    compiled("this CPU")
+    projected, angles, slots = torch.ones(3, 40), torch.ones(3, 8), torch.tensor([0, 5, 2])
+    keys, values = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+    good = (projected, angles, angles, slots, keys, values)
+    assert rotate_and_store(*good).shape == (3, 3, 8)
+    for place, wrong in [
+        (0, projected[:, :36]),
+        (0, projected[:, :16]),
+        (0, projected.double()),
+        (0, projected.T.contiguous().T),
+        (1, angles[:2]),
+        (2, angles.bfloat16()),
+        (3, slots[:2]),
+        (3, slots.int()),
+        (4, keys.transpose(0, 1)),
+        (5, values[:1]),
+    ]:
+        with pytest.raises(EngineError, match="projected: needs contiguous float32 of"):
+            rotate_and_store(*good[:place], wrong, *good[place + 1 :])
+    for slot in (-1, 8):
+        keys.zero_()
+        with pytest.raises(EngineError, match=f"slots.1.: needs one of the pool's 0 to 7, got {slot}"):
+            rotate_and_store(projected, angles, angles, torch.tensor([0, slot, 2]), keys, values)
+        assert not keys.any()
 
 
 def test_without_a_compiler_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
