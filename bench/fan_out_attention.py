@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import shlex
 import statistics
 import sys
 import time
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from saguaro.bench.speed_command import about
 from saguaro.engines.base import fan_out_batch
 from saguaro.plugins.attention import Plan, fan_out_attention, plan_attention
 from saguaro.plugins.cpp_attention import plan_cpp
@@ -302,6 +303,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 9], help="of a forward")
     parser.add_argument("--columns", type=int, nargs="+", default=[200, 1000, 4000], help="before them")
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 300, 1000, 4000], help="their rows")
+    parser.add_argument("--note", default="", help="what else there is to say of the machine")
     options = parser.parse_args(arguments)
     with torch.inference_mode():
         rate = products_rate()
@@ -317,9 +319,11 @@ def main(arguments: list[str]) -> None:
             measure_forward(replace(model, layers=1), False, rows, 0, options.repetitions)
             for model, rows in product((DRAFT, TARGET), options.prompts)
         ]
-    where = f"PyTorch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}"
+    machine = about("")["machine"]
+    where = f"PyTorch {torch.__version__}, {torch.get_num_threads()} of {machine['cores']} cores, {machine['cpu']}"
+    where += f" ({options.note})" if options.note else ""
     options.out.mkdir(parents=True, exist_ok=True)
-    command = f"OMP_NUM_THREADS={torch.get_num_threads()} {COMMAND} {' '.join(arguments)}"
+    command = f"OMP_NUM_THREADS={torch.get_num_threads()} {COMMAND} {shlex.join(arguments)}"
     page = table(results, forwards, command, where, rate)
     (options.out / "fan_out_attention_cpu.md").write_text(page)
     record = {

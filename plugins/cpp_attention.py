@@ -125,7 +125,6 @@ def rotate_and_store(
     rows, width = projected.shape
     blocks, block_size, kv_heads, dim = key_pool.shape
     heads = width // dim - 2 * kv_heads
-    floats = (projected, cosines, sines, key_pool, value_pool)
     if not (
         heads >= 1
         and width % dim == dim % 2 == 0
@@ -133,18 +132,36 @@ def rotate_and_store(
         and slots.shape == (rows,)
         and slots.dtype is torch.int64
         and key_pool.shape == value_pool.shape
-        and all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in floats)
+        and projected.dtype is cosines.dtype is sines.dtype is key_pool.dtype is value_pool.dtype is torch.float32
+        and projected.is_contiguous()
+        and cosines.is_contiguous()
+        and sines.is_contiguous()
         and slots.is_contiguous()
+        and key_pool.is_contiguous()
+        and value_pool.is_contiguous()
     ):
-        names = ("projected", "cosines", "sines", "key_pool", "value_pool", "slots")
-        got = (f"{name} {t.dtype} {list(t.shape)}" for name, t in zip(names, (*floats, slots), strict=True))
+        names = ("projected", "cosines", "sines", "slots", "key_pool", "value_pool")
+        tensors = (projected, cosines, sines, slots, key_pool, value_pool)
+        got = (f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in zip(names, tensors, strict=True))
         raise EngineError(
             "projected: needs contiguous float32 of [N, (heads + 2 * KV heads) * D], D even, with cosines and sines of "
             f"[N, D], int64 slots of [N] and pools of one shape; got {', '.join(got)}."
         )
     query = projected.new_empty(rows, heads, dim)
-    addresses = (t.data_ptr() for t in (projected, cosines, sines, slots, query, key_pool, value_pool))
-    wrong = load_rotation()(*addresses, rows, blocks * block_size, heads, kv_heads, dim)
+    wrong = load_rotation()(
+        projected.data_ptr(),
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        slots.data_ptr(),
+        query.data_ptr(),
+        key_pool.data_ptr(),
+        value_pool.data_ptr(),
+        rows,
+        blocks * block_size,
+        heads,
+        kv_heads,
+        dim,
+    )
     if wrong >= 0:
         raise EngineError(
             f"slots[{wrong}]: needs one of the pool's 0 to {blocks * block_size - 1}, got {int(slots[wrong])}."
