@@ -21,10 +21,10 @@ from saguaro.engines.linears import TOGETHER
 
 
 class Attend(Protocol):
-    """Stores the rows' keys and values in a layer's KV pool and attends over what is there."""
+    """Rotates queries and keys, stores keys and values in a layer's KV pool and attends over what is there."""
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """[N, H, D] queries, [N, KV heads, D] keys and values -> [N, H, D]."""
+    def __call__(self, layer: int, projected: Tensor, cosines: Tensor, sines: Tensor, scale: float) -> Tensor:
+        """[N, H + 2 KV heads, D] queries, keys and values, to be rotated as `rotate` does, -> [N, H, D]."""
         ...
 
 
@@ -40,11 +40,18 @@ class Decoder:
     def __call__(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[N, hidden] embeddings, which are overwritten, of rows at [N] positions -> [N, hidden] final states."""
         cosines, sines = (table[0, :, None] for table in self._rotary(hidden[None], positions[None]))  # [N, 1, D]
-        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): the sign goes to the sines, so that halves are just swapped.
-        sines[..., : sines.shape[-1] // 2].neg_()
+        sines[..., : sines.shape[-1] // 2].neg_()  # for `rotate`
         for index, layer in enumerate(self._layers):
             layer.add_to(hidden, cosines, sines, partial(attend, index))
         return self._norm(hidden)
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """[N, ..., D] queries or keys, rotated: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), halves of a head.
+
+    The first half of the sines comes negated, so that halves are just swapped.
+    """
+    return heads.roll(heads.shape[-1] // 2, dims=-1).mul_(sines).addcmul_(heads, cosines)
 
 
 class _Layer:
@@ -65,14 +72,12 @@ class _Layer:
 
     def add_to(self, hidden: Tensor, cosines: Tensor, sines: Tensor, attend: Callable[..., Tensor]) -> None:
         """Add the layer's attention and feed-forward to `hidden` [N, hidden]."""
-        rows, heads = len(hidden), self._heads
+        rows = len(hidden)
         projected = self._project(hidden).view(rows, -1, self._dim)
-        turned, values = projected.split([heads + self._kv_heads, self._kv_heads], dim=1)
         if self._head_norms:
-            parts = turned.split([heads, self._kv_heads], dim=1)
-            turned = torch.cat([norm(part) for norm, part in zip(self._head_norms, parts, strict=True)], dim=1)
-        turned = turned.roll(self._dim // 2, dims=-1).mul_(sines).addcmul_(turned, cosines)
-        attended = attend(turned[:, :heads], turned[:, heads:], values, self._scale)
+            query, keys, values = projected.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+            projected = torch.cat([self._head_norms[0](query), self._head_norms[1](keys), values], dim=1)
+        attended = attend(projected, cosines, sines, self._scale)
         self._add_attended(hidden, attended.reshape(rows, -1))
         self._add_feed_forward(hidden)
 

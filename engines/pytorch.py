@@ -22,7 +22,7 @@ from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, 
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.cuda import Cuda
 from saguaro.engines.cuda_graphs import CudaGraphs, GraphInputs, buffer_bytes
-from saguaro.engines.decoder import Decoder
+from saguaro.engines.decoder import Decoder, rotate
 from saguaro.engines.draft_vocab import SpreadHead, narrow_head, read_draft_vocab
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
@@ -31,6 +31,7 @@ from saguaro.engines.manifest import Manifest
 from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
 from saguaro.plugins.attention import Plan, plan_attention
+from saguaro.plugins.cpp_attention import plan_cpp, rotate_and_store
 from saguaro.plugins.fan_out_mask import FanOutMask
 from saguaro.plugins.rows import RowTensors, check_rows, check_tensors
 from saguaro.plugins.transfers import to_device
@@ -53,16 +54,30 @@ class _Step:
     plan: Plan
     part: FixedRows | None  # of which the forward is; None: all rows of the batch, and no others
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Store the rows' KV, then attend over the pool: [N, H or KV heads, D] each -> [N, H, D]."""
+    def attend(self, layer: int, projected: Tensor, cosines: Tensor, sines: Tensor, scale: float) -> Tensor:
+        """See `decoder.Attend`."""
         if self.part is not None:  # what is in no place has no KV and sees none
-            query, keys, values = (states[self.part.places] for states in (query, keys, values))
-        self.pool.write(layer, self.slots, keys, values)
+            projected, cosines, sines = (states[self.part.places] for states in (projected, cosines, sines))
         key_pool, value_pool = self.pool.keys[layer], self.pool.values[layer]
+        query = self._store(layer, projected, cosines, sines)
         if layer == 0:
             check_tensors(query, key_pool, value_pool, len(self.slots))
         output = self.plan.attend(query, key_pool, value_pool, scale)
         return output if self.part is None else self.part.spread(output)
+
+    def _store(self, layer: int, projected: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Rotate, store the rows' KV; returns the queries [N, H, D]."""
+        kv_heads = self.pool.keys[layer].shape[2]
+        turned, values = projected.tensor_split([-kv_heads], dim=1)
+        turned = rotate(turned, cosines, sines)
+        self.pool.write(layer, self.slots, turned[:, -kv_heads:], values)
+        return turned[:, :-kv_heads]
+
+
+class _CppStep(_Step):
+    def _store(self, layer: int, projected: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        pools = self.pool.keys[layer], self.pool.values[layer]
+        return rotate_and_store(projected.flatten(1), cosines, sines, self.slots, *pools)
 
 
 class PytorchEngine:
@@ -102,10 +117,14 @@ class PytorchEngine:
         self._model = model.eval()
         self._decoder = Decoder(model)
         self._group = group
-        self._deterministic = deterministic
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
-        self._plan_attention = _planner(self._device, deterministic)
+        modules = list(model.modules())
+        in_int4 = any(isinstance(module, int4.Int4Linear) for module in modules)
+        # In int4 a row is computed by itself as it is: kernels of our own do all that reads more than an element.
+        self._fix_rows = deterministic and not in_int4
+        self._step = _CppStep if in_int4 else _Step
+        self._plan_attention = plan_cpp if in_int4 else _planner(self._device, deterministic)
         self._cuda = cuda
         captured = cuda is not None and graphs and group is None
         self._pool = KvPool(
@@ -119,7 +138,7 @@ class PytorchEngine:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.num_blocks = num_blocks
-        quantised = any(isinstance(module, (int8.Int8Linear, int4.Int4Linear)) for module in model.modules())
+        quantised = in_int4 or any(isinstance(module, int8.Int8Linear) for module in modules)
         self.logit_tolerance = _QUANTISED_TOLERANCE if quantised else LOGIT_TOLERANCES[self._dtype]
         if deterministic:
             self.logit_tolerance = 0.0
@@ -204,7 +223,7 @@ class PytorchEngine:
             return self._launch(batch)
 
     def _launch(self, batch: ForwardBatch) -> ForwardOutput:
-        parts = fixed_rows(batch) if self._deterministic and batch.fan_out is None else []
+        parts = fixed_rows(batch) if self._fix_rows and batch.fan_out is None else []
         plans = [self._plan(part.batch) for part in parts] or [self._plan(batch)]
         if self._group is not None and self._group.leads:
             self._group.send(batch)  # after what it cannot run has been refused: followers get nothing they cannot run
@@ -237,7 +256,7 @@ class PytorchEngine:
         if part is not None:
             token_ids, positions = part.spread(token_ids), part.spread(positions)
         token_ids, positions, slots = (to_device(rows, self._device) for rows in (token_ids, positions, batch.slots))
-        return self._states(token_ids, positions, _Step(self._pool, slots, plan, part))
+        return self._states(token_ids, positions, self._step(self._pool, slots, plan, part))
 
     def _states(self, token_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         with torch.inference_mode():
