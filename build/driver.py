@@ -51,7 +51,8 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
             raise ConfigError(f"recipe {recipe.name}: tiny is not for the engine trtllm; name a model.")
         check_version()
     if recipe.dtype == "int4":
-        cpp.load("int4_linear")  # what cannot be compiled here is said before gigabytes are fetched
+        for kernel in ("int4_linear", "fan_out_attention"):
+            cpp.load(kernel)  # what cannot be compiled here is said before gigabytes are fetched
     paths = [] if recipe.model is None else pull(recipe.model, store)
     directory = engine_directory(recipe, store)
     with locked(store, directory.name), writing(store):

@@ -46,7 +46,7 @@ def load(kernel: str) -> ctypes.CDLL:
         raise EngineError(
             f"the kernel {kernel} is C++ and compiled when it is first used, but there is no compiler here "
             f"({os.environ.get('CXX') or ', '.join(_COMPILERS)}). Install one (Debian and Ubuntu: apt-get install g++; "
-            "$CXX may name it), or build the engine with dtype int8."
+            "$CXX may name it), or build the engine with another dtype."
         )
     # All that the result depends on: the macros tell the compiler's version and what this CPU can do.
     macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)
@@ -94,6 +94,6 @@ def _run(command: list[str], kernel: str) -> str:
     if done.returncode != 0:
         raise EngineError(
             f"the kernel {kernel} cannot be compiled on this machine ({' '.join(command)}):\n{done.stderr[-2000:]}\n"
-            "Name another compiler in $CXX, or build the engine with dtype int8."
+            "Name another compiler in $CXX, or build the engine with another dtype."
         )
     return done.stdout

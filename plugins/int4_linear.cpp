@@ -16,6 +16,9 @@
 #include <limits>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -185,6 +188,12 @@ struct Rows {
     }
 };
 
+// The tile that will be wanted a while after this one.
+void prefetch(const Tile* tile) {
+    constexpr int AHEAD = 24;
+    for (size_t line = 0; line < sizeof *tile; line += 64) __builtin_prefetch((const char*)(tile + AHEAD) + line);
+}
+
 // sum += scale (products - zero). The difference is exact; whether product and sum are rounded together is the compiler's
 // choice, for all paths here: together where the CPU can, as every one with AVX2.
 void add_scaled(Floats& sum, Ints products, Floats scale, Floats zero) {
@@ -199,7 +208,7 @@ void multiply(const Tile* tile, const Rows& x, long row, const float* bias, Floa
     const int8_t* levels = &x.levels[row * x.groups * GROUP];
     const float *x_scale = &x.scale[row * x.groups], *x_sum = &x.sum[row * x.groups];
     for (long group = 0; group < x.groups; group++, tile++) {
-        for (size_t line = 0; line < sizeof *tile; line += 64) __builtin_prefetch((const char*)(tile + 8) + line);
+        prefetch(tile);
         Bytes weights[GROUP / 4];
         unpack(*tile, weights);
         Floats scale = scales(*tile), zero = zeros(*tile);
@@ -251,8 +260,19 @@ struct AmxShapes {  // registers 0-3: sums [rows, 16]; 4, 5: activations [rows, 
 
 void multiply_amx(const Tile* tile, const Rows& x, long row, long rows, const float* bias, Floats* y) {
     Bytes weights[2][AT_A_TIME][GROUP / 4];
-    Ints products[AT_A_TIME][AMX_ROWS];
+    Ints products[2][AT_A_TIME][AMX_ROWS];
     for (long r = 0; r < rows; r++) y[r] = load<Floats>(bias);
+    const auto add = [&](long group) {
+        const Ints(*sums)[AMX_ROWS] = products[group / AT_A_TIME % 2];
+        Floats scale[AT_A_TIME], zero[AT_A_TIME];
+        for (int i = 0; i < AT_A_TIME; i++) scale[i] = scales(tile[group + i]), zero[i] = zeros(tile[group + i]);
+        for (long r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < AT_A_TIME; i++) {
+                long at = (row + r) * x.groups + group + i;
+                add_scaled(y[r], sums[i][r], scale[i] * x.scale[at], zero[i] * x.sum[at]);
+            }
+    };
     const int8_t* levels = &x.levels[row * x.groups * GROUP];
     const long stride = x.groups * GROUP;
     for (int i = 0; i < AT_A_TIME; i++) unpack(tile[i], weights[0][i]);
@@ -268,27 +288,23 @@ void multiply_amx(const Tile* tile, const Rows& x, long row, long rows, const fl
         GROUP_SUMS(2, 4, 6)
         GROUP_SUMS(3, 5, 7)
 #undef GROUP_SUMS
-        if (group + AT_A_TIME < x.groups) {  // while those are computed
+        // While those are computed, and what was before is on its way to memory and back:
+        if (group + AT_A_TIME < x.groups) {
             Bytes(*next)[GROUP / 4] = weights[(group / AT_A_TIME + 1) % 2];
             for (int i = 0; i < AT_A_TIME; i++) {
                 const Tile* ahead = tile + group + AT_A_TIME + i;
-                for (size_t line = 0; line < sizeof *tile; line += 64) __builtin_prefetch((const char*)(ahead + 8) + line);
+                prefetch(ahead);
                 unpack(*ahead, next[i]);
             }
         }
-        _tile_stored(0, products[0], 64);
-        _tile_stored(1, products[1], 64);
-        _tile_stored(2, products[2], 64);
-        _tile_stored(3, products[3], 64);
-        Floats scale[AT_A_TIME], zero[AT_A_TIME];
-        for (int i = 0; i < AT_A_TIME; i++) scale[i] = scales(tile[group + i]), zero[i] = zeros(tile[group + i]);
-        for (long r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int i = 0; i < AT_A_TIME; i++) {
-                long at = (row + r) * x.groups + group + i;
-                add_scaled(y[r], products[i][r], scale[i] * x.scale[at], zero[i] * x.sum[at]);
-            }
+        if (group) add(group - AT_A_TIME);
+        Ints(*to)[AMX_ROWS] = products[group / AT_A_TIME % 2];
+        _tile_stored(0, to[0], 64);
+        _tile_stored(1, to[1], 64);
+        _tile_stored(2, to[2], 64);
+        _tile_stored(3, to[3], 64);
     }
+    add(x.groups - AT_A_TIME);
 }
 #else
 constexpr long AMX_ROWS = FEW_ROWS, FEWEST_FOR_AMX = 0;
@@ -346,6 +362,15 @@ bool quantise(const float w[GROUP], uint8_t levels[GROUP], uint16_t& scale, uint
     return least < std::numeric_limits<float>::infinity();
 }
 
+// Fetching ahead ends at a page: a core reads a quarter more from large ones. To be asked before memory is first used.
+void ask_for_huge_pages(uint8_t* from, long bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 2 << 20;
+    const uintptr_t first = ((uintptr_t)from + PAGE - 1) / PAGE * PAGE, last = ((uintptr_t)from + bytes) / PAGE * PAGE;
+    if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);  // no matter if it is refused
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -359,6 +384,7 @@ long int4_bytes(long outputs, long inputs) {
 int int4_pack(const uint16_t* weight, long outputs, long inputs, uint8_t* to) {
     const long groups = groups_of(inputs), tiles = (outputs + CHANNELS - 1) / CHANNELS;
     int finite = 1;
+    ask_for_huge_pages(to, int4_bytes(outputs, inputs));
     std::memset(to, 0, int4_bytes(outputs, inputs));
 #pragma omp parallel for reduction(&& : finite)
     for (long t = 0; t < tiles; t++)
