@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from conftest import require_compiler
 from gguf_writer import rounded, write_gguf
@@ -455,7 +455,7 @@ def joined(name: str, shares: list[Tensor]) -> Tensor:
 )
 def test_a_rank_has_the_kv_heads_its_query_heads_read(heads: tuple[int, int], tp: int) -> None:
     kv_heads, query_heads = heads
-    config = tiny_model("llama").config.__class__(
+    config = LlamaConfig(
         num_attention_heads=query_heads, num_key_value_heads=kv_heads, hidden_size=query_heads, intermediate_size=tp * 3
     )
     fits = query_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
