@@ -82,6 +82,11 @@ class Engine(Sizes, Protocol):
         """
         ...
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `forward` returns as soon as a device is at work, and reading the logits is what waits for it."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass."""
         ...

@@ -126,6 +126,7 @@ class PytorchEngine:
         self._step = _CppStep if in_int4 else _Step
         self._plan_attention = plan_cpp if in_int4 else _planner(self._device, deterministic)
         self._cuda = cuda
+        self.asynchronous = cuda is not None
         captured = cuda is not None and graphs and group is None
         self._pool = KvPool(
             model.config,

@@ -27,6 +27,8 @@ _UNWRITTEN = -1
 class ScriptedEngine:
     """`table(context)` gives the probability of each token id after the context; logits are log p in float64."""
 
+    asynchronous = False
+
     def __init__(self, table: Table, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
         self._table = table
         self.vocab_size = vocab_size

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from saguaro.engines.base import ForwardBatch, ForwardOutput
+from saguaro.engines.base import ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.manifest import Manifest
 from saguaro.engines.profile import Profile
-from saguaro.errors import EngineError
 
 _CANDIDATES = 64
 _LATENESS = 2e-4  # seconds that a sleep may end late
@@ -28,8 +28,9 @@ _ELSEWHERE = -30.0  # logit of a token that is no candidate, relative to the bes
 
 
 class SimulatedEngine:
-    """An engine whose forwards wait. It produces the token ids from `first` on: those below have a special meaning."""
+    """An engine whose logits come late. It produces the token ids from `first` on: those below have a special meaning."""
 
+    asynchronous = True
     logit_tolerance = 0.0
 
     def __init__(
@@ -41,6 +42,7 @@ class SimulatedEngine:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self._end = 0.0  # of the last forward, on the monotonic clock
         places = min(_CANDIDATES, vocab_size - first)
         self._values = -profile.sharpness * np.log1p(np.arange(places, dtype=np.float32))
 
@@ -58,17 +60,15 @@ class SimulatedEngine:
         )
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """One forward pass, which takes its time. Raises EngineError for a position beyond the longest context."""
-        if len(batch.positions) and int(batch.positions.max()) >= self.max_model_len:
-            raise EngineError(
-                f"the batch holds position {int(batch.positions.max())}; the longest context has {self.max_model_len} "
-                "tokens."
-            )
-        end = time.monotonic() + self._profile.seconds(len(batch.token_ids))
+        """One forward pass, which takes its time from now on: as on a device, whoever reads the logits waits for it.
+
+        Raises EngineError for a position beyond the longest context.
+        """
+        start = max(time.monotonic(), self._end)  # one forward after the other
+        check_positions(batch, self.max_model_len)
+        self._end = start + self._profile.seconds(len(batch.token_ids))
         wanted = batch.logit_rows
-        logits = self._logits(batch.positions[wanted].numpy(), batch.token_ids[wanted].numpy())
-        _sleep_until(end)
-        return ForwardOutput(torch.from_numpy(logits))
+        return _Running(self._logits(batch.positions[wanted].numpy(), batch.token_ids[wanted].numpy()), self._end)
 
     def _logits(self, positions: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """[L, V]: a pure function of each row's token and position."""
@@ -96,6 +96,21 @@ class SimulatedEngine:
         ranks = np.where(order <= behind[:, None], order - 1, order)
         ranks[:, 0] = behind
         return ranks.astype(np.int64)
+
+
+class _Running(ForwardOutput):
+    """Of a device that is at work until `end`."""
+
+    _computed: Tensor
+    _end: float
+
+    def __init__(self, logits: NDArray[np.float32], end: float) -> None:
+        vars(self).update(_computed=torch.from_numpy(logits), _end=end)
+
+    @property
+    def logits(self) -> Tensor:
+        _sleep_until(self._end)
+        return self._computed
 
 
 def _sleep_until(end: float) -> None:

@@ -52,6 +52,7 @@ class DraftLink:
         self.timeout = timeout  # seconds a round waits for its answer
         self._round = 0
         self._suspect = False
+        self._answered = False  # since it was looked at last
         self.lost = False
         self.counts = LinkCounts()
         data = channel.receive(hello_timeout)
@@ -72,8 +73,12 @@ class DraftLink:
         return not self.lost and not self._suspect
 
     def look(self) -> None:
-        """Between rounds, notice that the speculator is gone: when nothing is asked nothing else would say so."""
-        if not self.lost and not self._suspect and self._receive(0) is not None:
+        """Between rounds, notice that the speculator is gone: when nothing is asked nothing else would say so.
+
+        One that has answered since the last look is taken to be there, until the next round asks.
+        """
+        answered, self._answered = self._answered, False
+        if not answered and not self.lost and not self._suspect and self._receive(0) is not None:
             self.counts.stale_answers += 1  # the same once more: nobody waits for one now
 
     def ask(
@@ -110,6 +115,7 @@ class DraftLink:
                     self.timeout,
                 )
             return NO_ANSWER
+        self._answered = True
         self.counts.branches_prepared += max(0, answer.branches)
         return answer
 

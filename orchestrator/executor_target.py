@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from hashlib import blake2b
 
@@ -38,6 +38,7 @@ from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.grammar import has_grammar
 from saguaro.orchestrator.logprobs import token_logprobs
 from saguaro.orchestrator.sequence import Sequence
+from saguaro.orchestrator.target import nothing
 from saguaro.orchestrator.types import Mode, Outcome, SamplingParams, Speculation
 
 _MAX_BIAS = 1e29  # beyond any logit, and still far from NEVER
@@ -77,6 +78,8 @@ def check_deployment(config: DeploymentConfig, engine: TrtllmEngineConfig) -> No
 class ExecutorTarget:
     """Whether the deployment fits is `check_deployment`'s matter; here it is taken to."""
 
+    asynchronous = False  # the session's one call enqueues and waits
+
     def __init__(self, session: ExecutorSession) -> None:
         self._session = session
         self._engine = session.engine
@@ -107,7 +110,9 @@ class ExecutorTarget:
             )
         return "ar" if _counted(params) or has_grammar(params) else mode
 
-    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | SaguaroError | None]:
+    def verify(
+        self, sequences: Rows[Sequence], speculations: Rows[Speculation], meanwhile: Callable[[], None] = nothing
+    ) -> list[Outcome | SaguaroError | None]:
         """One request for each sequence, all in one batch of the executor.
 
         A `chunk_end` computes the KV of that part of a prompt, for the next request to find; what it emits is dropped.
@@ -126,6 +131,9 @@ class ExecutorTarget:
             elif sequences[index].chunk_end is None:
                 results[index] = self._outcome(sequences[index], used, reply)
         return results
+
+    def settle(self) -> None:
+        pass  # its outcomes are all it says
 
     def metrics(self) -> Iterable[Metric]:
         counts, stats = self._session.counts, self._session.stats

@@ -1,6 +1,6 @@
 """How the next round is run: what was measured goes in, mode, lookahead, budget and backup come out.
 
-The leader asks before each round and reports after it. Nothing here changes what is emitted: under `coupled` no token
+The leader asks before each round and reports after it, what takes longer while the next one runs. Nothing here changes what is emitted: under `coupled` no token
 depends on a setting, and under `ratio` a setting depends on nothing but outcomes that are decided and times.
 """
 
@@ -71,27 +71,31 @@ class RoundControl:
         return self._latest
 
     def observe(self, batch: Rows[Sequence], result: RoundResult) -> None:
-        """The round that was run with the latest setting."""
+        """What the round took that was run with the latest setting: the next round's mode depends on it."""
+        if result.decoding:  # a prompt's round says nothing of what decoding takes
+            tokens = sum(map(len, result.tokens))
+            self._modes.observe(Measured(self._latest.mode, len(batch), tokens, result.seconds, result.settled))
+
+    def learn(self, batch: Rows[Sequence], result: RoundResult, setting: Setting) -> None:
+        """Acceptance, hits and times of a round that was run with `setting`. This may come while the next one runs."""
         self.costs.observe_draft(result.steps)
         self.report = result.report or self.report
         drafted = 0
         for sequence, tokens in zip(batch, result.tokens, strict=True):
             if tokens and len(sequence.rounds) > 1:  # the first token comes from the prompt alone
                 drafted += sequence.rounds[-1].drafted
-                self._learn(sequence.rounds[-2], sequence.rounds[-1])
+                self._learn(sequence.rounds[-2], sequence.rounds[-1], setting.backup)
         after_prompt, self._after_prompt = self._after_prompt, not result.decoding
         if not result.decoding:
-            return  # a prompt's round says nothing of what decoding takes
+            return
         if result.steps and not after_prompt:  # what the speculator reports is of the round before
             self.costs.observe_work(result.spans, result.steps)
         self.costs.observe(result.spans)
         for span in result.spans:
             if span.name == "verify":
                 self.costs.verify.observe(len(batch) + drafted, (span.end - span.start) / 1e9)
-        measured = Measured(self._latest.mode, len(batch), sum(map(len, result.tokens)), result.seconds, result.settled)
-        self._modes.observe(measured)
 
-    def _learn(self, before: RoundRecord, record: RoundRecord) -> None:
+    def _learn(self, before: RoundRecord, record: RoundRecord, backup: Backup) -> None:
         if record.drafted:
             self.alarm.add(record.accepted)
         if record.hit is None:
@@ -99,7 +103,7 @@ class RoundControl:
         if record.mode == before.mode == "ssd" and before.hit is not None:
             self._lookups[before.hit].add(1, 0 if record.hit else None)
         made = "sd" if record.mode == "sd" else "hit" if record.hit else "miss"
-        if made != "hit" and _drafting(self._latest.backup) != _drafting(self._choices.backups[0]):
+        if made != "hit" and _drafting(backup) != _drafting(self._choices.backups[0]):
             return  # what others draft is judged by the speculator's report
         # Only places that were decided count: what else had been drafted must not matter.
         self._accepted[made].add_each(min(record.accepted + 1, record.asked), range(record.accepted))

@@ -315,7 +315,7 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
         likeliest = [scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1)]
     # All that is needed of the vocabulary: read once, where it is on a device.
     values, ids, *read = to_host(values, ids, *likeliest)
-    check_numbers(values[:, 0].numpy())
+    check_numbers(values[:, 0].tolist())
     tokens, sure = ids.numpy(), read[0].numpy() if read else None
     if params.temperature == 0:
         return Candidates(tokens, None, sure)
@@ -374,44 +374,45 @@ class Trial:
         return params.temperature, params.top_k, params.top_p, params.min_p
 
     @property
+    def adjusts(self) -> bool:
+        return self.allowed is not None or changes_logits(self.request.params)
+
+    @property
     def rows(self) -> int:
         """K+1."""
         return len(self.speculation.tokens) + 1
 
     def adjusted(self, logits: Tensor) -> Tensor:
-        if self.allowed is None and not changes_logits(self.request.params):
+        if not self.adjusts:
             return logits
         tails = [self.speculation.tokens[:k] for k in range(self.rows)]
         return adjusted(logits, self.request, self.context, tails, self.allowed)
 
 
 def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
-    """Decide rounds, each by itself: [R, V] target logits over the trunks, K+1 rows of each trial after the other's.
+    """Decide rounds, each by itself: [R, V] target logits over the trunks, K+1 rows of each trial after the other's, in
+    the host's memory.
 
     An empty speculation is plain decoding. Under `ratio` the bonus uniform belongs to the round's first position, so
     that it is known before the outcome. A trial that reaches a row in which every token is excluded gets the error that
     says so. Raises EngineError if the model returned no numbers, ProtocolError for an impossible draft.
     """
+    logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     counts = [trial.rows for trial in trials]
-    if len(logits) != sum(counts):
-        raise ValueError(f"the trials have {sum(counts)} rows, the logits {len(logits)}")
+    rows, vocab_size = logits.shape
+    if rows != sum(counts):
+        raise ValueError(f"the trials have {sum(counts)} rows, the logits {rows}")
     for trial in trials:
-        check_speculation(trial.speculation, logits.shape[-1])
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    parts = logits.split(counts)
-    tables = [trial.adjusted(part) for trial, part in zip(trials, parts, strict=True)]
+        check_speculation(trial.speculation, vocab_size)
     # Trials with equal filters go through the chain together: a few passes over the vocabulary for all of them.
     groups = _groups([trial.filters for trial in trials])
-    untouched = len(groups) == 1 and all(table is part for table, part in zip(tables, parts, strict=True))
+    if len(groups) == 1 and not any(trial.adjusts for trial in trials):
+        return _decide(logits, trials, rule)
+    tables = [trial.adjusted(part) for trial, part in zip(trials, logits.split(counts), strict=True)]
     outcomes: dict[int, Outcome | ConfigError] = {}
     for members in groups:
-        table = logits if untouched else torch.cat([tables[index] for index in members])
-        own = [trials[index] for index in members]
-        params = own[0].request.params
-        decided = (
-            _decide(filtered(table, params), own, rule) if params.temperature > 0 else _decide_greedily(table, own)
-        )
-        outcomes |= zip(members, decided, strict=True)
+        table = torch.cat([tables[index] for index in members])
+        outcomes |= zip(members, _decide(table, [trials[index] for index in members], rule), strict=True)
     return [outcomes[index] for index in range(len(trials))]
 
 
@@ -423,24 +424,31 @@ def _groups(keys: Sequence[tuple[float, ...]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _decide_greedily(table: Tensor, trials: Sequence[Trial]) -> list[Outcome | ConfigError]:
-    """The outcomes of trials at temperature 0, where the rules coincide and filters change nothing."""
-    values = table.cpu().numpy()
-    choices = values.argmax(1)
-    best = values[np.arange(len(values)), choices]
-    check_numbers(best)
-    chosen, firsts = choices.tolist(), _firsts(trials)
-    each = [chosen[first : first + trial.rows] for trial, first in zip(trials, firsts, strict=True)]
-    return _outcomes(trials, firsts, each, (best == -math.inf).tolist(), table.shape[1])
-
-
-def _decide(scores: Scores, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
-    """The outcomes of trials with equal filters, from their scores."""
+def _decide(table: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
+    """The outcomes of trials with equal filters, from their adjusted logits."""
     firsts = _firsts(trials)
+    params = trials[0].request.params
+    if params.temperature == 0:  # the rules coincide, and filters change nothing
+        return _decide_greedily(table.numpy(), firsts, trials)
+    scores = filtered(table, params)
     if rule == "ratio":
         return [_reject(scores, first, trial) for first, trial in zip(firsts, trials, strict=True)]
-    values = scores.values.cpu().numpy()
-    ids = None if scores.ids is None else scores.ids.cpu().numpy()
+    return _decide_coupled(scores, firsts, trials)
+
+
+def _decide_greedily(
+    values: NDArray[Any], firsts: Sequence[int], trials: Sequence[Trial]
+) -> list[Outcome | ConfigError]:
+    chosen: list[int] = values.argmax(1).tolist()
+    best = [values.item(place) for place in enumerate(chosen)]
+    check_numbers(best)
+    each = [chosen[first : first + trial.rows] for trial, first in zip(trials, firsts, strict=True)]
+    return _outcomes(trials, firsts, each, [value == -math.inf for value in best], values.shape[1])
+
+
+def _decide_coupled(scores: Scores, firsts: Sequence[int], trials: Sequence[Trial]) -> list[Outcome | ConfigError]:
+    values = scores.values.numpy()
+    ids = None if scores.ids is None else scores.ids.numpy()
     choices: list[list[int]] = [[] for _ in trials]
     going = list(range(len(trials)))
     while going:  # the rows behind a rejected token need not be looked at: a few at a time, if they are long
@@ -528,11 +536,11 @@ def _reject(scores: Scores, first: int, trial: Trial) -> Outcome | ConfigError:
 
 def _probs(scores: Scores, row: int) -> NDArray[np.float64]:
     """[V] probabilities of a row of scores. In float64: a tail of 100,000 tokens would be lost in a float32 sum."""
-    listed: NDArray[np.float64] = torch.softmax(scores.values[row], -1, dtype=torch.float64).cpu().numpy()
+    listed: NDArray[np.float64] = torch.softmax(scores.values[row], -1, dtype=torch.float64).numpy()
     if scores.ids is None:
         return listed
     probs = np.zeros(scores.vocab_size)
-    probs[scores.ids[row].cpu().numpy()] = listed
+    probs[scores.ids[row].numpy()] = listed
     return probs
 
 

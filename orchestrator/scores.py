@@ -70,21 +70,21 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def filtered(table: Tensor, params: SamplingParams) -> Scores:
-    """[R, V] adjusted logits after temperature and filters, each row by itself.
+    """[R, V] adjusted logits, in the host's memory, after temperature and filters, each row by itself.
 
     At temperature 0 the scores are not scaled and the filters, which cannot change the argmax, are skipped. `table` is
     left as it is, but may be returned. Raises EngineError if a row is not a number.
     """
-    greatest = table.amax(-1, keepdim=True)
-    check_numbers(greatest.cpu().numpy())
-    best = or_zero(greatest)
+    greatest = table.numpy().max(-1, keepdims=True)  # see `near_ties`
+    listed: list[float] = greatest[:, 0].tolist()
+    check_numbers(listed)
     values, ids = table, None
     if params.temperature > 0:
         if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-            values, ids = _shortlist(table, best, params)
-        else:
-            values = scaled(table, best, params.temperature)
-    return Scores(values, ids, table.shape[-1], tuple((greatest[:, 0] == -math.inf).tolist()))
+            values, ids = _shortlist(table, or_zero(torch.from_numpy(greatest)), params)
+        elif params.temperature != 1:
+            values = scaled(table, or_zero(torch.from_numpy(greatest)), params.temperature)
+    return Scores(values, ids, table.shape[-1], tuple(value == -math.inf for value in listed))
 
 
 def adjusted(
@@ -182,9 +182,9 @@ def near_ties(logits: Tensor, tolerance: float) -> list[int]:
     return rows
 
 
-def check_numbers(best: NDArray[Any]) -> None:
+def check_numbers(best: Iterable[float]) -> None:
     """Raises EngineError if one of the rows' best values is not a finite number. -inf is: a row without any token."""
-    if not (best < math.inf).all():  # nor is a NaN
+    if not all(value < math.inf for value in best):  # nor is a NaN
         raise EngineError(
             "the model returned logits that are not finite numbers (NaN or infinity); its weights or its quantisation "
             "are damaged: verify the engine directory, or rebuild it with a wider dtype"

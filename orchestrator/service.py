@@ -49,7 +49,7 @@ from saguaro.orchestrator.service_protocol import (
 )
 from saguaro.orchestrator.target import Target
 from saguaro.orchestrator.telemetry import Telemetry
-from saguaro.orchestrator.types import TokenLogprobs
+from saguaro.orchestrator.types import Setting, TokenLogprobs
 from saguaro.orchestrator.verifier import RoundResult, Verifier
 
 _log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class _Round:
 
     batch: list[Sequence]
     result: RoundResult
+    setting: Setting
     start: int
     end: int
 
@@ -175,20 +176,23 @@ class Service:
             self._context.destroy(linger=500)
 
     def _round(self, batch: list[Sequence]) -> None:
-        self._verifier.setting = self._control.setting(len(batch))
+        setting = self._verifier.setting = self._control.setting(len(batch))
         start = time.perf_counter_ns()
-        result = self._verifier.step(batch, meanwhile=self._publish)
-        self._unpublished = _Round(batch, result, start, time.perf_counter_ns())
+        try:
+            result = self._verifier.step(batch, meanwhile=self._publish)
+        finally:
+            self._publish()  # of the round before, if this one has not come to it
+        self._unpublished = _Round(batch, result, setting, start, time.perf_counter_ns())
         self._control.observe(batch, result)
         if any(sequence.finish_reason for sequence in batch):
             self._publish()  # what has ended must not take part in the next round
 
     def _publish(self) -> None:
-        """Count and stream what the last round emitted, while the speculator is at the next one and nobody waits."""
+        """Stream, count and learn from what the last round emitted, while the next one runs and nobody waits."""
         if self._unpublished is None:
             return
         latest, self._unpublished = self._unpublished, None
-        self._telemetry.round(latest.batch, latest.result)
+        self._verifier.target.settle()
         events: defaultdict[bytes, list[Event]] = defaultdict(list)  # by client
         for sequence, tokens in zip(latest.batch, latest.result.tokens, strict=True):
             request = self._requests[sequence.id]
@@ -212,6 +216,8 @@ class Service:
                 events[request.client].append(Tokens(request.number, tokens, logprobs=_latest(sequence, tokens)))
         for client, its in events.items():
             self._send(client, *its)
+        self._telemetry.round(latest.batch, latest.result)
+        self._control.learn(latest.batch, latest.result, latest.setting)
 
     def _finish(self, request: _Request, tokens: list[int], now: int) -> Tokens:
         """Forget a request that has ended; what its client is to be told."""

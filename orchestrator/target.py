@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from prometheus_client.core import Metric
-from torch import Tensor
 
 from saguaro.engines.base import Engine, Sizes, causal_batch
 from saguaro.errors import ConfigError, SaguaroError
@@ -20,6 +20,10 @@ from saguaro.orchestrator.types import Mode, Outcome, Rule, SamplingParams, Spec
 from saguaro.plugins.transfers import to_host
 
 
+def nothing() -> None:
+    """To be done meanwhile."""
+
+
 class Target(Sizes, Protocol):
     """The model that decides. Its KV pool is counted by the leader, wherever it lies."""
 
@@ -27,8 +31,22 @@ class Target(Sizes, Protocol):
         """The mode a request can run in, at most `mode`. Raises ConfigError naming what cannot be honoured."""
         ...
 
-    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | SaguaroError | None]:
-        """Each sequence's outcome, or why that sequence cannot go on; None for one that stops at its `chunk_end`."""
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `verify` has time for something else while its forward runs."""
+        ...
+
+    def verify(
+        self, sequences: Rows[Sequence], speculations: Rows[Speculation], meanwhile: Callable[[], None] = nothing
+    ) -> list[Outcome | SaguaroError | None]:
+        """Each sequence's outcome, or why that sequence cannot go on; None for one that stops at its `chunk_end`.
+
+        `meanwhile` is called once if the target is asynchronous, else not at all.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Complete what the sequences say of their last verification. To be called when nobody waits."""
         ...
 
     def metrics(self) -> Iterable[Metric]:
@@ -46,6 +64,10 @@ class EngineTarget:
         self.max_model_len = engine.max_model_len
         self.block_size = engine.block_size
         self.num_blocks = engine.num_blocks
+        self.asynchronous = engine.asynchronous
+        # Of the last verification, what is still to be looked through: sequences, their lengths, rows of the logits.
+        self._logits = torch.empty(0)
+        self._greedy: list[tuple[Sequence, int, range]] = []
 
     def admit(self, params: SamplingParams, mode: Mode) -> Mode:
         return mode
@@ -53,7 +75,9 @@ class EngineTarget:
     def metrics(self) -> Iterable[Metric]:
         return ()
 
-    def verify(self, sequences: Rows[Sequence], speculations: Rows[Speculation]) -> list[Outcome | SaguaroError | None]:
+    def verify(
+        self, sequences: Rows[Sequence], speculations: Rows[Speculation], meanwhile: Callable[[], None] = nothing
+    ) -> list[Outcome | SaguaroError | None]:
         """One forward over all trunks, then each sequence's outcome, or why that sequence cannot go on.
 
         Rows start at the first position without valid KV, so that a prefill is the verification of an empty
@@ -73,45 +97,48 @@ class EngineTarget:
             wanted,
             self.block_size,
         )
-        (logits,) = to_host(self._engine.forward(batch).logits)  # the one wait for a device: all that follows is here
-        outcomes: dict[int, Outcome | SaguaroError | None] = dict.fromkeys(range(len(sequences)))
+        output = self._engine.forward(batch)
+        if self.asynchronous:
+            meanwhile()
+        self.settle()  # if nobody has asked for it
+        outcomes: list[Outcome | SaguaroError | None] = [None] * len(sequences)
         trials: dict[int, sampling.Trial] = {}
         for index, (sequence, speculation) in enumerate(zip(sequences, speculations, strict=True)):
             if sequence.chunk_end is None:
                 try:
-                    trials[index] = _trial(sequence, speculation, logits)
+                    trials[index] = _trial(sequence, speculation, self.vocab_size)
                 except ConfigError as error:
                     outcomes[index] = error
-        parts = dict(enumerate(logits.split(wanted)))
-        if any(outcomes.values()):
-            logits = torch.cat([logits[:0], *(parts[index] for index in trials)])
-        outcomes |= zip(trials, sampling.verify(logits, list(trials.values()), self._rule), strict=True)
-        close = self._near_ties(logits, [sequences[index] for index in trials])
-        first = 0
-        for index in trials:
-            sequence, speculation, outcome = sequences[index], speculations[index], outcomes[index]
-            if isinstance(outcome, Outcome):
-                if (count := sequence.request.params.logprobs) is not None:
-                    emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
-                    sequence.logprobs.extend(token_logprobs(parts[index], emitted, count))
-                if sequence.request.params.temperature == 0:  # rows up to the bonus token decided something
-                    sequence.near_ties += [
-                        sequence.length + k for k in range(outcome.accepted + 1) if first + k in close
-                    ]
-            first += wanted[index]
-        return [outcomes[index] for index in range(len(sequences))]
+        ends = list(accumulate(wanted))
+        rows = {index: range(ends[index] - wanted[index], ends[index]) for index in trials}  # of the logits
+        (logits,) = to_host(output.logits)  # the one wait for a device: all that follows is here
+        tried = logits[[row for its in rows.values() for row in its]] if any(outcomes) else logits
+        for index, outcome in zip(trials, sampling.verify(tried, list(trials.values()), self._rule), strict=True):
+            outcomes[index] = outcome
+            sequence, speculation = sequences[index], speculations[index]
+            if not isinstance(outcome, Outcome):
+                continue
+            if (count := sequence.request.params.logprobs) is not None:
+                emitted = [*speculation.tokens[: outcome.accepted], outcome.bonus]
+                sequence.logprobs.extend(token_logprobs(logits[rows[index].start :], emitted, count))
+            if sequence.request.params.temperature == 0:  # rows up to the bonus token decided something
+                self._greedy.append((sequence, sequence.length, rows[index][: outcome.accepted + 1]))
+        self._logits = logits
+        return outcomes
 
-    def _near_ties(self, logits: Tensor, sequences: Rows[Sequence]) -> Collection[int]:
-        """Rows in which a greedy choice was a near thing in this precision: another batch might not share it."""
-        if not any(sequence.request.params.temperature == 0 for sequence in sequences):
-            return ()
-        return set(near_ties(logits, self._engine.logit_tolerance))
+    def settle(self) -> None:
+        """Where a greedy choice was a near thing in this precision: another batch might not share it."""
+        if self._greedy:
+            close = set(near_ties(self._logits, self._engine.logit_tolerance))
+            for sequence, start, rows in self._greedy:
+                sequence.near_ties += [start + k for k, row in enumerate(rows) if row in close]
+            self._greedy.clear()
 
 
-def _trial(sequence: Sequence, speculation: Speculation, logits: Tensor) -> sampling.Trial:
+def _trial(sequence: Sequence, speculation: Speculation, vocab_size: int) -> sampling.Trial:
     """Raises ConfigError when the sequence's grammar cannot be followed."""
     tokens, allowed = speculation.tokens, None
     if sequence.grammar:
         tails = [tokens[:k] for k in range(len(tokens) + 1)]
-        allowed = sequence.grammar.masks(tails, logits.shape[1])
+        allowed = sequence.grammar.masks(tails, vocab_size)
     return sampling.Trial(sequence.request, sequence.tokens, speculation, allowed)

@@ -18,7 +18,7 @@ from saguaro.orchestrator.metrics import Timeline
 from saguaro.orchestrator.prospects import FRUITLESS
 from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, GrammarRef, Report, Span, Step
 from saguaro.orchestrator.sequence import RoundRecord, Sequence
-from saguaro.orchestrator.target import Target
+from saguaro.orchestrator.target import Target, nothing
 from saguaro.orchestrator.types import Outcome, Setting, Speculation
 
 _log = logging.getLogger(__name__)
@@ -60,10 +60,11 @@ class Verifier:
         self.setting = setting  # of the next round
         self.link = DraftLinks(replicas)
 
-    def step(self, batch: Rows[Sequence], meanwhile: Callable[[], None] | None = None) -> RoundResult:
+    def step(self, batch: Rows[Sequence], meanwhile: Callable[[], None] = nothing) -> RoundResult:
         """Send the last outcomes, take the speculations, verify them in one forward, commit.
 
-        `meanwhile` is called once, when the speculator has been asked.
+        `meanwhile` is called once, where nobody waits for it: while the target's forward runs on a device, and for a
+        target that computes here as soon as the speculator has been asked.
 
         Each sequence has the blocks for the tokens it is to compute. Without a speculator, or when it is late, a row
         simply carries no speculation: plain decoding. A row for which the speculator still has to draft may sit the
@@ -72,7 +73,7 @@ class Verifier:
         start = self._timeline.clock()
         decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
-        if meanwhile:
+        if not self.target.asynchronous:
             meanwhile()
         answer = self._answer(asked, len(batch))
         answers = {row.sequence: row for row in answer.rows}
@@ -81,7 +82,7 @@ class Verifier:
         speculations = [(s.id in answers and answers[s.id].speculation) or _NOTHING for s in verified]
         sitting_out = self._timeline.span("deferred", [s.id for s in deferred]) if deferred else nullcontext()
         with self._timeline.span("verify", [s.id for s in verified]), sitting_out:
-            outcomes = self.target.verify(verified, speculations)
+            outcomes = self.target.verify(verified, speculations, meanwhile)
         tokens = {
             sequence.id: self._commit(sequence, speculation, outcome, asked.get(sequence.id), answers.get(sequence.id))
             for sequence, speculation, outcome in zip(verified, speculations, outcomes, strict=True)

@@ -38,6 +38,8 @@ def test_an_answer_that_comes_twice_is_applied_once_and_counted() -> None:
     sequence = both.sequence([0, 1], PARAMS)
     assert both.finish([sequence])[0] == pair().run([0, 1], PARAMS, "ar")
     asked = [record for record in sequence.rounds if record.hit is not None]
+    both.link.look()  # right after an answer it does not look
+    both.link.look()
     assert both.link.counts.stale_answers == len(asked)
     assert any(record.hit for record in asked)
 

@@ -136,6 +136,7 @@ class World:
             self.modes[self.pair.verifier.setting.mode] += 1
             result = self.pair.step(self.running)
             self.control.observe(self.running, result)
+            self.control.learn(self.running, result, self.pair.verifier.setting)
             emitted += sum(map(len, result.tokens))
             for sequence in [s for s in self.running if s.finish_reason]:
                 sequence.release()
@@ -239,7 +240,9 @@ def test_the_backup_follows_the_text_and_the_batch() -> None:
         while not sequence.finish_reason:
             pair.verifier.setting = control.setting(1)
             used[pair.verifier.setting.backup] += 1
-            control.observe([sequence], pair.step([sequence]))
+            result = pair.step([sequence])
+            control.observe([sequence], result)
+            control.learn([sequence], result, pair.verifier.setting)
         sequence.release()
     assert used["primary"] > 0
     assert control.latest.backup in ("suffix", "ngram")

@@ -64,8 +64,11 @@ def test_forwards_take_the_time_of_their_rows() -> None:
     assert Profile({4: 7.0}).seconds(100) == pytest.approx(0.007)
     engine = SimulatedEngine(profile, **SIZES)
     start = time.monotonic()
-    engine.forward(causal_batch([[5, 6, 7]], [0], [[0]], [1], 16))
+    outputs = [engine.forward(causal_batch([[5, 6, 7]], [0], [[0]], [1], 16)) for _ in range(2)]
+    assert outputs[0].logits.shape == (1, 500)
     assert time.monotonic() - start >= 0.02
+    assert outputs[1].logits.shape == (1, 500)  # one forward after the other
+    assert time.monotonic() - start >= 0.04
 
 
 @pytest.mark.parametrize(

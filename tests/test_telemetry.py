@@ -67,6 +67,7 @@ class Rig:
         while batch := self.scheduler.schedule():
             result = self.pair.verifier.step(batch)
             self.control.observe(batch, result)
+            self.control.learn(batch, result, self.pair.verifier.setting)
             self.telemetry.round(batch, result)
             for sequence in [sequence for sequence in batch if sequence.finish_reason]:
                 self.scheduler.remove(sequence)

@@ -45,6 +45,8 @@ class TensorrtEngine:
     Raises EngineError when the engine is another network, CapacityError when pool and buffers do not fit.
     """
 
+    asynchronous = True
+
     def __init__(self, engine: Any, *, vocab_size: int, max_model_len: int, num_blocks: int, cuda: Cuda) -> None:
         self._cuda = cuda
         pool_names = _check_tensors(engine, vocab_size)
