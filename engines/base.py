@@ -102,9 +102,14 @@ def check_positions(batch: ForwardBatch, max_model_len: int) -> None:
         )
 
 
-def slots_of(table: Sequence[int], columns: Sequence[int], block_size: int) -> list[int]:
-    """KV slot of each column of a block table."""
-    return [table[column // block_size] * block_size + column % block_size for column in columns]
+def slots_of(table: Sequence[int], columns: range, block_size: int) -> list[int]:
+    """KV slot of each of neighbouring columns of a block table, found block by block."""
+    slots: list[int] = []
+    while len(slots) < len(columns):
+        block, offset = divmod(columns[len(slots)], block_size)
+        first = table[block] * block_size + offset
+        slots += range(first, first + min(block_size - offset, len(columns) - len(slots)))
+    return slots
 
 
 def causal_batch(
@@ -117,12 +122,12 @@ def causal_batch(
     """Rows that continue each sequence at position `starts[s]`; logits for its last `logit_counts[s]` rows."""
     rows = tuple(map(len, tokens))
     columns = [range(start, start + count) for start, count in zip(starts, rows, strict=True)]
-    slots = [slot for table, those in zip(tables, columns, strict=True) for slot in slots_of(table, those, block_size)]
+    slots = (slots_of(table, those, block_size) for table, those in zip(tables, columns, strict=True))
     wanted = (range(end - count, end) for end, count in zip(accumulate(rows), logit_counts, strict=True))
     return ForwardBatch(
-        token_ids=_int64(token for ids in tokens for token in ids),
+        token_ids=_int64(chain.from_iterable(tokens)),
         positions=_int64(chain.from_iterable(columns)),
-        slots=_int64(slots),
+        slots=_int64(chain.from_iterable(slots)),
         rows=rows,
         block_tables=tuple(map(tuple, tables)),
         fan_out=None,

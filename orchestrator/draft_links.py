@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from saguaro.orchestrator.draft_link import DraftLink, LinkCounts
-from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, Hello
+from saguaro.orchestrator.protocol import Answer, AnswerRow, DraftRow, Hello, Span, Step
 from saguaro.orchestrator.types import Backup, Speculation
+
+_Told = TypeVar("_Told", Span, Step)
 
 
 class DraftLinks:
@@ -93,7 +97,6 @@ class DraftLinks:
         for answer in answers.values():
             for row in filter(usable, answer.rows):
                 rows.setdefault(row.sequence, row)
-        spans = tuple(replace(span, replica=replica) for replica, given in answers.items() for span in given.spans)
         if len(self._links) > 1:
             for asked in self._rows:
                 if not asked.prefill:
@@ -102,9 +105,9 @@ class DraftLinks:
                 link.tell(tuple(rows.values()))
         return Answer(
             tuple(rows.values()),
-            spans,
+            tuple(chain.from_iterable(_of(replica, given.spans) for replica, given in answers.items())),
             sum(answer.branches for answer in answers.values()),
-            tuple(replace(step, replica=replica) for replica, given in answers.items() for step in given.steps),
+            tuple(chain.from_iterable(_of(replica, given.steps) for replica, given in answers.items())),
             # All see the same outcomes: one stands for all.
             next((answer.report for answer in answers.values() if answer.report), None),
         )
@@ -113,3 +116,8 @@ class DraftLinks:
         for link in self._links:
             if link:
                 link.close()
+
+
+def _of(replica: int, told: Sequence[_Told]) -> Sequence[_Told]:
+    """What a speculator tells of itself, which knows not of others: the first one's is as it is."""
+    return [replace(each, replica=replica) for each in told] if replica else told

@@ -102,13 +102,14 @@ class BlockTable:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self._block_size = pool.block_size
         self.blocks: list[int] = []
         self._digests: list[bytes] = []  # of the leading blocks, as far as published or adopted
 
     @property
     def columns(self) -> int:
         """Columns there is room for."""
-        return len(self.blocks) * self._pool.block_size
+        return len(self.blocks) * self._block_size
 
     def can_grow(self, columns: int, beside: int = 0) -> bool:
         """Whether the pool has what `grow(columns)` would take, and `beside` blocks for others."""
@@ -130,8 +131,8 @@ class BlockTable:
 
         Raises ValueError for a cut inside a published block, which others may be reading.
         """
-        keep = self._pool.blocks_for(columns)
-        if keep and columns < min(keep, len(self._digests)) * self._pool.block_size:
+        keep = -(-columns // self._block_size)
+        if keep and columns < min(keep, len(self._digests)) * self._block_size:
             raise ValueError(f"cannot truncate to column {columns}: block {keep - 1} of the table is published")
         if keep >= len(self.blocks):
             return
@@ -141,7 +142,7 @@ class BlockTable:
 
     def publish(self, tokens: Rows[int], columns: int) -> None:
         """Offer the full blocks among the first `columns` columns, whose KV must be that of these very tokens."""
-        for index in range(len(self._digests), columns // self._pool.block_size):
+        for index in range(len(self._digests), columns // self._block_size):
             self._digests.append(self._block_digest(tokens, index))
             self._pool.publish(self.blocks[index], self._digests[-1])
 
@@ -151,7 +152,7 @@ class BlockTable:
         The block of the last token is left out even if it is cached: that token must be computed, for its logits, and
         a shared block cannot be written.
         """
-        for index in range((len(tokens) - 1) // self._pool.block_size):
+        for index in range((len(tokens) - 1) // self._block_size):
             digest = self._block_digest(tokens, index)
             block = self._pool.share(digest)
             if block is None:
@@ -162,10 +163,10 @@ class BlockTable:
 
     def _block_digest(self, tokens: Rows[int], index: int) -> bytes:
         """Of block `index`: its own tokens and, through its parent's digest, everything before them."""
-        size = self._pool.block_size
+        size = self._block_size
         parent = self._digests[index - 1] if index else _ROOT
         own = array("q", tokens[index * size : (index + 1) * size]).tobytes()
         return blake2b(parent + own, digest_size=32).digest()
 
     def _missing(self, columns: int) -> int:
-        return max(0, self._pool.blocks_for(columns) - len(self.blocks))
+        return max(0, -(-columns // self._block_size) - len(self.blocks))

@@ -23,6 +23,8 @@ LANES = 4
 NOISE_BITS = 24
 
 _ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _CHUNK = 16384  # counters at a time: the working set stays in the L2 cache
@@ -40,23 +42,19 @@ class Purpose(IntEnum):
 def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]:
     """Philox4x32-10. Counters are [4, n] 32-bit words; one 64-bit seed or [n], low word first; result [4, n] words.
 
-    Words travel in 64-bit integers, so that one product holds both halves.
+    Words come and go in 64-bit integers. Inside, the halves of a product are read where they lie, the low one first.
     """
-    multipliers = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-    weyl = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
     seed = np.broadcast_to(np.asarray(seeds, dtype=np.uint64), counters.shape[1:])
     words = np.empty_like(counters)
     for start in range(0, counters.shape[1], _CHUNK):
         part = slice(start, start + _CHUNK)
-        even, odd = counters[0::2, part], counters[1::2, part]
+        even, odd = counters[0::2, part].astype(np.uint32), counters[1::2, part].astype(np.uint32)
         own = seed[part]
         if (own == own[0]).all():
             own = own[:1]  # many counters of one seed are the rule: one key serves them all
-        key = np.stack([own & _WORD, own >> _HALF])  # [2, 1 or n]
-        for _ in range(_ROUNDS):
-            products = (multipliers * even)[::-1]
-            even, odd = (products >> _HALF) ^ odd ^ key, products & _WORD
-            key = (key + weyl) & _WORD
+        for key in (np.stack([own & _WORD, own >> _HALF]) + _KEY_STEPS).astype(np.uint32):  # [2, 1 or n] each
+            halves = np.multiply(_MULTIPLIERS, even, dtype=np.uint64).view(np.uint32).reshape(2, -1, 2)[::-1]
+            even, odd = halves[..., 1] ^ odd ^ key, halves[..., 0]
         words[0::2, part], words[1::2, part] = even, odd
     return words
 

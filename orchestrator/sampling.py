@@ -107,7 +107,7 @@ def choose(
         tokens = ids[rows[index], columns]
         totals = scores[rows[index], columns] + gumbel(seeds[index], positions[index], tokens)
         return _best(index, tokens, totals, count)
-    best = np.array([scores[row].max() for row in rows], np.float64)
+    best = np.concatenate([part.max(1) for part in _parts(scores, rows)]).astype(np.float64)
     near = np.where(np.isfinite(best), best, 0.0) - _NEAR
     found = _contenders(scores, rows, near, np.zeros(count, np.int64), seeds, positions)
     leader = np.full(count, -np.inf)
@@ -136,22 +136,28 @@ def _contenders(
     columns = scores.shape[1]
     blocks_of_row = -(-columns // LANES)
     limits = bounds.astype(scores.dtype)  # rounding is monotonic, so a bound does not pass a score it was below
-    places, reached = [], []
-    step = max(1, _IN_CACHE // columns)
-    for start in range(0, len(rows), step):
-        part = scores[rows[start : start + step]]
+    places, reached, start = [], [], 0
+    for part in _parts(scores, rows):
         flags = np.zeros((len(part), blocks_of_row * LANES), dtype=bool)
-        np.greater_equal(part, limits[start : start + step, None], out=flags[:, :columns])
+        np.greater_equal(part, limits[start : start + len(part), None], out=flags[:, :columns])
         flags_of_block = flags.view(np.uint32).reshape(-1)
         place = np.flatnonzero(flags_of_block)
         places.append(start * blocks_of_row + place)
         reached.append(flags_of_block[place])
+        start += len(part)
     index, block = np.divmod(np.concatenate(places), blocks_of_row)
     bits = block_bits(seeds[index], positions[index], block)
     able = np.concatenate(reached).view(np.bool_).reshape(-1, LANES) & (bits >= least_bits[index, None])
     found, lane = np.divmod(np.flatnonzero(able), LANES)
     index, tokens = index[found], block[found] * LANES + lane
     return index, tokens, scores[rows[index], tokens] + gumbel_of(bits[found, lane])
+
+
+def _parts(scores: NDArray[Any], rows: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
+    """Those rows of the scores, as many at a time as fit the cache. One by one they are not copied."""
+    step = max(1, _IN_CACHE // scores.shape[1])
+    for start in range(0, len(rows), step):
+        yield scores[rows[start : start + step]] if step > 1 else scores[rows[start]][None]
 
 
 def _best(

@@ -77,14 +77,15 @@ class Scheduler:
         `lookahead`: the most draft tokens that the round will verify for a sequence, if fewer than requests allow.
         """
         self._admit()
-        decoding = sum(_verified(sequence, lookahead) for sequence in self.running if not sequence.prefilling)
+        running = [(sequence, sequence.prefilling) for sequence in self.running]
+        decoding = sum(_verified(sequence, lookahead) for sequence, prefilling in running if not prefilling)
         left = max(self._pool.block_size, self._max_batch_tokens - decoding)  # prompts never starve
         batch: list[Sequence] = []
-        for sequence in list(self.running):
+        for sequence, prefilling in running:
             missing = sequence.length - sequence.target_length
-            chunk = min(missing, left) if sequence.prefilling else missing
+            chunk = min(missing, left) if prefilling else missing
             if chunk and self._reserve(sequence, sequence.target_length + chunk):
-                left -= chunk if sequence.prefilling else 0
+                left -= chunk if prefilling else 0
                 sequence.chunk_end = sequence.target_length + chunk if chunk < missing else None
                 batch.append(sequence)
         return batch
@@ -112,6 +113,8 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, columns: int) -> bool:
         """Room for `columns` columns, at the expense of those behind in rank. False: it had to give way itself."""
+        if sequence.target_table.columns >= columns:
+            return True  # as in most rounds
         while sequence in self.running:
             if sequence.target_table.can_grow(columns):
                 sequence.target_table.grow(columns)

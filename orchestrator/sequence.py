@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from saguaro.errors import SaguaroError
 from saguaro.orchestrator.detokenizer import TextStream
 from saguaro.orchestrator.grammar import GrammarState
@@ -12,8 +14,7 @@ from saguaro.orchestrator.prospects import Prospects
 from saguaro.orchestrator.types import FinishReason, Mode, Outcome, RequestSampling, TokenLogprobs
 
 
-@dataclass(frozen=True)
-class RoundRecord:
+class RoundRecord(msgspec.Struct, frozen=True):
     """What one round did for one sequence."""
 
     tokens: int  # emitted, bonus included
@@ -86,20 +87,22 @@ class Sequence:
 
         Ends apply in token order: nothing after an end is committed, counted or streamed.
         """
+        request, text, grammar = self.request, self.text, self.grammar
+        room = min(request.params.max_tokens - self.emitted, max_model_len - self.length)
         committed: list[int] = []
         for token in tokens:
-            self.tokens.append(token)
             committed.append(token)
-            if self.text:
-                self.text.push(token)
-            if self.grammar:
-                self.grammar.advance([token])
-            if token in self.request.stop_ids or (self.text and self.text.stopped) or self._grammar_complete:
+            if text:
+                text.push(token)
+            if grammar:
+                grammar.advance([token])
+            if token in request.stop_ids or (text and text.stopped) or (grammar and grammar.complete):
                 self.finish_reason = "stop"
-            elif self.emitted == self.request.params.max_tokens or self.length >= max_model_len:
-                self.finish_reason = "length"
-            if self.finish_reason:
                 break
+            if len(committed) >= room:
+                self.finish_reason = "length"
+                break
+        self.tokens += committed
         del self.logprobs[self.emitted - self.delivered :]
         return committed
 
@@ -112,10 +115,6 @@ class Sequence:
                 self.text.push(token)
         if self.grammar:
             self.grammar.advance(tokens)
-
-    @property
-    def _grammar_complete(self) -> bool:
-        return self.grammar is not None and self.grammar.complete
 
     def release(self) -> None:
         """Give every block back. Tokens, the budget they leave and the random stream stay: it can be run again."""

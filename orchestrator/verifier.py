@@ -137,35 +137,35 @@ class Verifier:
         """
         # Nothing is drafted beyond the end of the request or of the target's context, and the branches of this round
         # (a trunk of K, then K more) have to fit into the draft's. Each replica has columns for its own branches only.
+        length, prefilling, prospects = sequence.length, sequence.prefilling, sequence.prospects
         end = min(self._max_model_len, sequence.request.prompt_length + sequence.request.params.max_tokens)
         setting = self.setting.for_request(sequence.mode, sequence.lookahead)
-        lookahead = min(setting.lookahead, end - sequence.length - 1)
-        budget = setting.budget
-        branches = shards.largest(budget, setting.lookahead, replicas)
-        columns = sequence.length + setting.lookahead * (1 + max(1, branches))
-        prospects = sequence.prospects
+        lookahead = min(setting.lookahead, end - length - 1)
         if prospects.plain and not prospects.returning:
             return None
-        if setting.mode == "ar" or lookahead < 1 or sequence.length + 2 * setting.lookahead > draft_model_len:
+        if setting.mode == "ar" or lookahead < 1 or length + 2 * setting.lookahead > draft_model_len:
             return None
+        branches = shards.largest(setting.budget, setting.lookahead, replicas)
+        columns = length + setting.lookahead * (1 + max(1, branches))
         if not sequence.draft_table.can_grow(columns):
             return None
-        if not sequence.prefilling:
+        if not prefilling:
             # The target's room for it is taken now; no answer longer than that is used.
-            lookahead = sequence.target_table.stretch(sequence.length + lookahead) - sequence.length
-        stop = min(sequence.chunk_end or sequence.length, sequence.draft_length + max(left, 1 + setting.lookahead))
-        if lookahead < 1 or stop <= sequence.draft_length:
+            lookahead = sequence.target_table.stretch(length + lookahead) - length
+        start = sequence.draft_length
+        stop = min(sequence.chunk_end or length, start + max(left, 1 + setting.lookahead))
+        if lookahead < 1 or stop <= start:
             return None
-        whole = stop == sequence.length
+        whole = stop == length
         sequence.draft_table.grow(columns if whole else stop)
         return DraftRow(
             sequence=sequence.id,
-            start=sequence.draft_length,
-            tokens=tuple(sequence.tokens[sequence.draft_length : stop]),
+            start=start,
+            tokens=tuple(sequence.tokens[start:stop]),
             outcome=sequence.outcome,
-            prefill=sequence.prefilling or not whole or prospects.returning,
+            prefill=prefilling or not whole or prospects.returning,
             lookahead=lookahead,
-            budget=budget if whole else 0,
+            budget=setting.budget if whole else 0,
             table=tuple(sequence.draft_table.blocks),
             request=sequence.request,
             grammar=_grammar(sequence) if whole else None,

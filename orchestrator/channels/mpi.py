@@ -31,6 +31,7 @@ from saguaro.orchestrator.channels.bell import Bell  # noqa: E402
 _TAG = 1
 _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
+_SPIN = 0.0005
 _SHORTEST_SLEEP = 20e-6  # seconds
 
 
@@ -83,6 +84,7 @@ class MpiChannel:
         self._bell = bell
         self._unsent: deque[tuple[MPI.Request, bytes]] = deque()
         self._closed = False
+        self._checked = 0.0  # when for the peer's process, on the monotonic clock
 
     def send(self, data: bytes) -> None:
         self._check()
@@ -99,25 +101,26 @@ class MpiChannel:
 
     def receive(self, timeout: float) -> bytes | None:
         end = time.monotonic() + timeout
-        since = checked = end - timeout
+        since = end - timeout
         status = MPI.Status()
         if self._closed:
             raise LinkError("the channel is closed")
         while True:
             try:
                 # Twice: the first look lets MPI take in what has come, which the second one finds.
-                if any(self._comm.Iprobe(source=0, tag=_TAG, status=status) for _ in range(2)):
+                if self._comm.Iprobe(0, _TAG, status) or self._comm.Iprobe(0, _TAG, status):
                     data = bytearray(status.Get_count(MPI.BYTE))
                     self._comm.Recv([data, MPI.BYTE], source=0, tag=_TAG)
                     return bytes(data)
             except MPI.Exception as error:
                 self._fail(error)
+            self._check()
             now = time.monotonic()
-            if now - checked >= _PEER_CHECK or timeout <= 0:
-                self._check()
-                checked = now
             if now >= end:
                 return None
+            if now - since < _SPIN:
+                os.sched_yield()
+                continue
             # Twice as long each time: a message that rang takes a moment more, and a ring may have been lost.
             if self._bell.wait(min(end - now, _PEER_CHECK, max(_SHORTEST_SLEEP, now - since))):
                 since = time.monotonic()
@@ -141,6 +144,10 @@ class MpiChannel:
     def _check(self) -> None:
         if self._closed:
             raise LinkError("the channel is closed")
+        now = time.monotonic()
+        if now - self._checked < _PEER_CHECK:
+            return
+        self._checked = now
         try:
             os.kill(self._peer, 0)
         except ProcessLookupError:
