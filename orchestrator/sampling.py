@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ __all__ = [
     "Purpose",
     "Query",
     "Trial",
+    "Trials",
     "accept_coupled",
     "accept_ratio",
     "acceptance",
@@ -403,23 +404,37 @@ def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome 
     that it is known before the outcome. A trial that reaches a row in which every token is excluded gets the error that
     says so. Raises EngineError if the model returned no numbers, ProtocolError for an impossible draft.
     """
-    logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    counts = [trial.rows for trial in trials]
-    rows, vocab_size = logits.shape
-    if rows != sum(counts):
-        raise ValueError(f"the trials have {sum(counts)} rows, the logits {rows}")
-    for trial in trials:
-        check_speculation(trial.speculation, vocab_size)
-    # Trials with equal filters go through the chain together: a few passes over the vocabulary for all of them.
-    groups = _groups([trial.filters for trial in trials])
-    if len(groups) == 1 and not any(trial.adjusts for trial in trials):
-        return _decide(logits, trials, rule)
-    tables = [trial.adjusted(part) for trial, part in zip(trials, logits.split(counts), strict=True)]
-    outcomes: dict[int, Outcome | ConfigError] = {}
-    for members in groups:
-        table = torch.cat([tables[index] for index in members])
-        outcomes |= zip(members, _decide(table, [trials[index] for index in members], rule), strict=True)
-    return [outcomes[index] for index in range(len(trials))]
+    return Trials(trials, rule, logits.shape[1]).decide(logits)
+
+
+class Trials:
+    """`verify` in two steps: what can be done before there are logits, and the rest."""
+
+    def __init__(self, trials: Sequence[Trial], rule: Rule, vocab_size: int) -> None:
+        for trial in trials:
+            check_speculation(trial.speculation, vocab_size)
+        self._trials = trials
+        self._rule = rule
+        self._counts = [trial.rows for trial in trials]
+        # Trials with equal filters go through the chain together: a few passes over the vocabulary for all of them.
+        groups = _groups([trial.filters for trial in trials])
+        self._groups = [(members, _Group([trials[index] for index in members])) for members in groups]
+        self._untouched = len(groups) == 1 and not any(trial.adjusts for trial in trials)
+
+    def decide(self, logits: Tensor) -> list[Outcome | ConfigError]:
+        logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        if logits.shape[0] != sum(self._counts):
+            raise ValueError(f"the trials have {sum(self._counts)} rows, the logits {logits.shape[0]}")
+        if self._untouched:
+            ((_, group),) = self._groups
+            return group.decide(logits, self._rule)
+        parts = logits.split(self._counts)
+        tables = [trial.adjusted(part) for trial, part in zip(self._trials, parts, strict=True)]
+        outcomes: dict[int, Outcome | ConfigError] = {}
+        for members, group in self._groups:
+            table = torch.cat([tables[index] for index in members])
+            outcomes |= zip(members, group.decide(table, self._rule), strict=True)
+        return [outcomes[index] for index in range(len(self._trials))]
 
 
 def _groups(keys: Sequence[tuple[float, ...]]) -> list[list[int]]:
@@ -430,86 +445,66 @@ def _groups(keys: Sequence[tuple[float, ...]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _decide(table: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
-    """The outcomes of trials with equal filters, from their adjusted logits."""
-    firsts = _firsts(trials)
-    params = trials[0].request.params
-    if params.temperature == 0:  # the rules coincide, and filters change nothing
-        return _decide_greedily(table.numpy(), firsts, trials)
-    scores = filtered(table, params)
-    if rule == "ratio":
-        return [_reject(scores, first, trial) for first, trial in zip(firsts, trials, strict=True)]
-    return _decide_coupled(scores, firsts, trials)
+class _Group:
+    """Trials with equal filters, to be decided from their adjusted logits, the rows of one after the other's."""
 
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._trials = trials
+        counts = [trial.rows for trial in trials]
+        self._firsts = list(accumulate(counts[:-1], initial=0))  # row of each trial
+        if trials[0].request.params.temperature > 0:  # of every row
+            self._seeds = np.repeat(np.array([trial.request.seed for trial in trials], np.uint64), counts)
+            self._positions = np.array([len(trial.context) + k for trial in trials for k in range(trial.rows)])
 
-def _decide_greedily(
-    values: NDArray[Any], firsts: Sequence[int], trials: Sequence[Trial]
-) -> list[Outcome | ConfigError]:
-    chosen: list[int] = values.argmax(1).tolist()
-    best = [values.item(place) for place in enumerate(chosen)]
-    check_numbers(best)
-    each = [chosen[first : first + trial.rows] for trial, first in zip(trials, firsts, strict=True)]
-    return _outcomes(trials, firsts, each, [value == -math.inf for value in best], values.shape[1])
+    def decide(self, table: Tensor, rule: Rule) -> list[Outcome | ConfigError]:
+        params = self._trials[0].request.params
+        if params.temperature == 0:  # the rules coincide, and filters change nothing
+            return self._decide_greedily(table.numpy())
+        scores = filtered(table, params)
+        if rule == "ratio":
+            return [_reject(scores, first, trial) for first, trial in zip(self._firsts, self._trials, strict=True)]
+        return self._decide_coupled(scores)
 
+    def _decide_greedily(self, values: NDArray[Any]) -> list[Outcome | ConfigError]:
+        chosen: list[int] = values.argmax(1).tolist()
+        best = [values.item(place) for place in enumerate(chosen)]
+        check_numbers(best)
+        choices = [chosen[first : first + t.rows] for first, t in zip(self._firsts, self._trials, strict=True)]
+        return self._outcomes(choices, [value == -math.inf for value in best], values.shape[1])
 
-def _decide_coupled(scores: Scores, firsts: Sequence[int], trials: Sequence[Trial]) -> list[Outcome | ConfigError]:
-    values = scores.values.numpy()
-    ids = None if scores.ids is None else scores.ids.numpy()
-    choices: list[list[int]] = [[] for _ in trials]
-    going = list(range(len(trials)))
-    while going:  # the rows behind a rejected token need not be looked at: a few at a time, if they are long
-        ahead = max(1, _AT_ONCE // (len(going) * values.shape[1]))
-        rows = [
-            (index, k)
-            for index in going
-            for k in range(len(choices[index]), min(len(choices[index]) + ahead, trials[index].rows))
-        ]
-        found = _choices(
-            values, ids, [firsts[index] + k for index, k in rows], [(trials[index], k) for index, k in rows]
-        )
-        for (index, _), choice in zip(rows, found, strict=True):
-            choices[index].append(choice)
-        going = [index for index in going if _goes_on(choices[index], trials[index])]
-    return _outcomes(trials, firsts, choices, scores.empty, scores.vocab_size)
+    def _decide_coupled(self, scores: Scores) -> list[Outcome | ConfigError]:
+        values = scores.values.numpy()
+        ids = None if scores.ids is None else scores.ids.numpy()
+        choices: list[list[int]] = [[] for _ in self._trials]
+        going = list(range(len(self._trials)))
+        while going:  # the rows behind a rejected token need not be looked at: a few at a time, if they are long
+            ahead = max(1, _AT_ONCE // (len(going) * values.shape[1]))
+            looked = [range(len(choices[i]), min(len(choices[i]) + ahead, self._trials[i].rows)) for i in going]
+            rows = np.array([self._firsts[i] + k for i, its in zip(going, looked, strict=True) for k in its])
+            found = iter(choose(values, rows, self._seeds[rows], self._positions[rows], ids).tolist())
+            for index, its in zip(going, looked, strict=True):
+                choices[index] += islice(found, len(its))
+            going = [index for index in going if _goes_on(choices[index], self._trials[index])]
+        return self._outcomes(choices, scores.empty, scores.vocab_size)
 
-
-def _firsts(trials: Sequence[Trial]) -> list[int]:
-    """The first row of each trial."""
-    return list(accumulate((trial.rows for trial in trials[:-1]), initial=0))
-
-
-def _outcomes(
-    trials: Sequence[Trial],
-    firsts: Sequence[int],
-    choices: Sequence[Sequence[int]],
-    empty: Sequence[bool],
-    vocab_size: int,
-) -> list[Outcome | ConfigError]:
-    """By what the target itself says in each trial's rows, and the rows in which no token may follow."""
-    outcomes: list[Outcome | ConfigError] = []
-    for trial, first, chosen in zip(trials, firsts, choices, strict=True):
-        outcome = accept_coupled(chosen, trial.speculation.tokens)
-        hopeless = next((k for k in range(outcome.accepted + 1) if empty[first + k]), None)
-        if hopeless is None:
-            outcomes.append(outcome)
-        else:
-            outcomes.append(_nothing_follows(len(trial.context) + hopeless, vocab_size))
-    return outcomes
+    def _outcomes(
+        self, choices: Sequence[Sequence[int]], empty: Sequence[bool], vocab_size: int
+    ) -> list[Outcome | ConfigError]:
+        """By what the target itself says in each trial's rows, and the rows in which no token may follow."""
+        outcomes: list[Outcome | ConfigError] = []
+        for trial, first, chosen in zip(self._trials, self._firsts, choices, strict=True):
+            outcome = accept_coupled(chosen, trial.speculation.tokens)
+            reached = empty[first : first + outcome.accepted + 1]
+            if any(reached):
+                outcomes.append(_nothing_follows(len(trial.context) + reached.index(True), vocab_size))
+            else:
+                outcomes.append(outcome)
+        return outcomes
 
 
 def _goes_on(choices: Sequence[int], trial: Trial) -> bool:
     """Whether all draft tokens so far are the target's own choices, and there are more rows."""
     return len(choices) < trial.rows and all(map(int.__eq__, choices, trial.speculation.tokens))
-
-
-def _choices(
-    values: NDArray[Any], ids: NDArray[np.int64] | None, rows: Sequence[int], places: Sequence[tuple[Trial, int]]
-) -> list[int]:
-    """What the target itself says in each of these rows, of which each is the k-th of a trial."""
-    seeds = np.array([trial.request.seed for trial, _ in places], np.uint64)
-    positions = np.array([len(trial.context) + k for trial, k in places])
-    chosen: list[int] = choose(values, np.array(rows), seeds, positions, ids).tolist()
-    return chosen
 
 
 def _nothing_follows(position: int, vocab_size: int) -> ConfigError:

@@ -109,11 +109,12 @@ class EngineTarget:
                     trials[index] = _trial(sequence, speculation, self.vocab_size)
                 except ConfigError as error:
                     outcomes[index] = error
+        undecided = sampling.Trials(list(trials.values()), self._rule, self.vocab_size)
         ends = list(accumulate(wanted))
         rows = {index: range(ends[index] - wanted[index], ends[index]) for index in trials}  # of the logits
         (logits,) = to_host(output.logits)  # the one wait for a device: all that follows is here
         tried = logits[[row for its in rows.values() for row in its]] if any(outcomes) else logits
-        for index, outcome in zip(trials, sampling.verify(tried, list(trials.values()), self._rule), strict=True):
+        for index, outcome in zip(trials, undecided.decide(tried), strict=True):
             outcomes[index] = outcome
             sequence, speculation = sequences[index], speculations[index]
             if not isinstance(outcome, Outcome):

@@ -31,7 +31,7 @@ from saguaro.orchestrator.channels.bell import Bell  # noqa: E402
 _TAG = 1
 _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
-_SPIN = 0.0005
+_SPIN = 0.5e-3  # seconds after a call or a ring in which it only gives way: an answer is due, and waking up takes a tenth of that
 _SHORTEST_SLEEP = 20e-6  # seconds
 
 
