@@ -120,19 +120,39 @@ def causal_batch(
     block_size: int,
 ) -> ForwardBatch:
     """Rows that continue each sequence at position `starts[s]`; logits for its last `logit_counts[s]` rows."""
-    rows = tuple(map(len, tokens))
-    columns = [range(start, start + count) for start, count in zip(starts, rows, strict=True)]
-    slots = (slots_of(table, those, block_size) for table, those in zip(tables, columns, strict=True))
-    wanted = (range(end - count, end) for end, count in zip(accumulate(rows), logit_counts, strict=True))
-    return ForwardBatch(
-        token_ids=_int64(chain.from_iterable(tokens)),
-        positions=_int64(chain.from_iterable(columns)),
-        slots=_int64(chain.from_iterable(slots)),
-        rows=rows,
-        block_tables=tuple(map(tuple, tables)),
-        fan_out=None,
-        logit_rows=_int64(chain.from_iterable(wanted)),
-    )
+    return CausalRows(tuple(map(len, tokens)), starts, tables, logit_counts, block_size).batch(tokens)
+
+
+class CausalRows:
+    """A `causal_batch` but for its tokens, of which sequence s has `rows[s]`."""
+
+    def __init__(
+        self,
+        rows: tuple[int, ...],
+        starts: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        logit_counts: Sequence[int],
+        block_size: int,
+    ) -> None:
+        columns = [range(start, start + count) for start, count in zip(starts, rows, strict=True)]
+        slots = (slots_of(table, those, block_size) for table, those in zip(tables, columns, strict=True))
+        wanted = (range(end - count, end) for end, count in zip(accumulate(rows), logit_counts, strict=True))
+        self.rows = rows
+        self._positions = _int64(chain.from_iterable(columns))
+        self._slots = _int64(chain.from_iterable(slots))
+        self._tables = tuple(map(tuple, tables))
+        self._logit_rows = _int64(chain.from_iterable(wanted))
+
+    def batch(self, tokens: Sequence[Sequence[int]]) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=_int64(chain.from_iterable(tokens)),
+            positions=self._positions,
+            slots=self._slots,
+            rows=self.rows,
+            block_tables=self._tables,
+            fan_out=None,
+            logit_rows=self._logit_rows,
+        )
 
 
 def _int64(values: Iterable[int]) -> Tensor:

@@ -28,7 +28,10 @@ _ELSEWHERE = -30.0  # logit of a token that is no candidate, relative to the bes
 
 
 class SimulatedEngine:
-    """An engine whose logits come late. It produces the token ids from `first` on: those below have a special meaning."""
+    """An engine whose logits come late, as from a device.
+
+    It produces the token ids from `first` on: those below have a special meaning.
+    """
 
     asynchronous = True
     logit_tolerance = 0.0

@@ -110,6 +110,9 @@ class ExecutorTarget:
             )
         return "ar" if _counted(params) or has_grammar(params) else mode
 
+    def expect(self, sequences: Rows[Sequence], drafted: Rows[int]) -> None:
+        pass  # a request is made of the tokens
+
     def verify(
         self, sequences: Rows[Sequence], speculations: Rows[Speculation], meanwhile: Callable[[], None] = nothing
     ) -> list[Outcome | SaguaroError | None]:

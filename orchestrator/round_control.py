@@ -1,7 +1,8 @@
 """How the next round is run: what was measured goes in, mode, lookahead, budget and backup come out.
 
-The leader asks before each round and reports after it, what takes longer while the next one runs. Nothing here changes what is emitted: under `coupled` no token
-depends on a setting, and under `ratio` a setting depends on nothing but outcomes that are decided and times.
+The leader asks before each round, says after it what it took, and while the next one runs all that can be learned from
+it. Nothing here changes what is emitted: under `coupled` no token depends on a setting, and under `ratio` a setting
+depends on nothing but outcomes that are decided and times.
 """
 
 from __future__ import annotations

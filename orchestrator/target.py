@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from prometheus_client.core import Metric
 
-from saguaro.engines.base import Engine, Sizes, causal_batch
+from saguaro.engines.base import CausalRows, Engine, Sizes
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.logprobs import token_logprobs
@@ -34,6 +34,10 @@ class Target(Sizes, Protocol):
     @property
     def asynchronous(self) -> bool:
         """Whether `verify` has time for something else while its forward runs."""
+        ...
+
+    def expect(self, sequences: Rows[Sequence], drafted: Rows[int]) -> None:
+        """What will probably be verified next, and how many draft tokens of each; called while those are waited for."""
         ...
 
     def verify(
@@ -65,6 +69,10 @@ class EngineTarget:
         self.block_size = engine.block_size
         self.num_blocks = engine.num_blocks
         self.asynchronous = engine.asynchronous
+        # Of the next verification, as far as it is known before the speculations are.
+        self._expected: tuple[Rows[Sequence], Rows[int]] | None = None
+        self._wanted: list[int] = []  # logits of each sequence
+        self._rows = CausalRows((), (), (), (), engine.block_size)
         # Of the last verification, what is still to be looked through: sequences, their lengths, rows of the logits.
         self._logits = torch.empty(0)
         self._greedy: list[tuple[Sequence, int, range]] = []
@@ -75,6 +83,17 @@ class EngineTarget:
     def metrics(self) -> Iterable[Metric]:
         return ()
 
+    def expect(self, sequences: Rows[Sequence], drafted: Rows[int]) -> None:
+        self._expected = (sequences, drafted)
+        self._wanted = [n + 1 if s.chunk_end is None else 0 for s, n in zip(sequences, drafted, strict=True)]
+        self._rows = CausalRows(
+            tuple((s.chunk_end or s.length) - s.target_length + n for s, n in zip(sequences, drafted, strict=True)),
+            [sequence.target_length for sequence in sequences],
+            [sequence.target_table.blocks for sequence in sequences],
+            self._wanted,
+            self.block_size,
+        )
+
     def verify(
         self, sequences: Rows[Sequence], speculations: Rows[Speculation], meanwhile: Callable[[], None] = nothing
     ) -> list[Outcome | SaguaroError | None]:
@@ -83,21 +102,15 @@ class EngineTarget:
         Rows start at the first position without valid KV, so that a prefill is the verification of an empty
         speculation behind a long context. A sequence that stops at its `chunk_end` decides nothing yet: None.
         """
-        wanted = [
-            len(speculation.tokens) + 1 if sequence.chunk_end is None else 0
+        drafted = [len(speculation.tokens) for speculation in speculations]
+        if self._expected != (sequences, drafted):
+            self.expect(sequences, drafted)
+        tokens = [
+            [*sequence.tokens[sequence.target_length : sequence.chunk_end], *speculation.tokens]
             for sequence, speculation in zip(sequences, speculations, strict=True)
         ]
-        batch = causal_batch(
-            [
-                [*sequence.tokens[sequence.target_length : sequence.chunk_end], *speculation.tokens]
-                for sequence, speculation in zip(sequences, speculations, strict=True)
-            ],
-            [sequence.target_length for sequence in sequences],
-            [sequence.target_table.blocks for sequence in sequences],
-            wanted,
-            self.block_size,
-        )
-        output = self._engine.forward(batch)
+        self._expected = None
+        output = self._engine.forward(self._rows.batch(tokens))
         if self.asynchronous:
             meanwhile()
         self.settle()  # if nobody has asked for it
@@ -110,8 +123,8 @@ class EngineTarget:
                 except ConfigError as error:
                     outcomes[index] = error
         undecided = sampling.Trials(list(trials.values()), self._rule, self.vocab_size)
-        ends = list(accumulate(wanted))
-        rows = {index: range(ends[index] - wanted[index], ends[index]) for index in trials}  # of the logits
+        ends = list(accumulate(self._wanted))
+        rows = {index: range(ends[index] - self._wanted[index], ends[index]) for index in trials}  # of the logits
         (logits,) = to_host(output.logits)  # the one wait for a device: all that follows is here
         tried = logits[[row for its in rows.values() for row in its]] if any(outcomes) else logits
         for index, outcome in zip(trials, undecided.decide(tried), strict=True):

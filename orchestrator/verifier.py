@@ -75,6 +75,7 @@ class Verifier:
         asked = self._ask(batch)
         if not self.target.asynchronous:
             meanwhile()
+        self.target.expect(batch, [_drafted(asked.get(sequence.id)) for sequence in batch])
         answer = self._answer(asked, len(batch))
         answers = {row.sequence: row for row in answer.rows}
         deferred = [s for s in batch if s.id in answers and answers[s.id].speculation is None]
@@ -240,6 +241,11 @@ class Verifier:
         sequence.deferred = True
         sequence.draft_length = sequence.length - 1
         _let_go(sequence, drafting=True)
+
+
+def _drafted(asked: DraftRow | None) -> int:
+    """Draft tokens that the answer to this row has, as a rule."""
+    return asked.lookahead if asked and not asked.prefill else 0
 
 
 def _let_go(sequence: Sequence, *, drafting: bool) -> None:

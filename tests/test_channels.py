@@ -14,6 +14,7 @@ import pytest
 
 from saguaro.errors import LinkError
 from saguaro.orchestrator.channels import Channel, unix
+from saguaro.orchestrator.channels.bell import Bell
 from saguaro.orchestrator.channels.inproc import inproc_pair
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
@@ -196,6 +197,28 @@ def test_mpi(check: Callable[[Channel, object], None], tmp_path: Path, jobs: lis
     jobs[1].wait(10)
     # MPI's shared-memory files are gone even though no rank called MPI_Finalize and one may have been killed.
     assert {name for name in os.listdir("/dev/shm") if name.startswith("mpich")} <= before
+
+
+def test_a_bell_rings_at_whoever_is_there(tmp_path: Path) -> None:
+    near = Bell(tmp_path / "near", tmp_path / "far")
+    near.ring()  # at nobody yet
+    bells = [near]
+    for _ in range(2):  # the second one takes the place of the first
+        far = Bell(tmp_path / "far", tmp_path / "near")
+        bells.append(far)
+        assert not far.wait(0)
+        near.ring()
+        assert far.wait(5)
+        far.ring()
+        assert near.wait(5)
+    for _ in range(1000):  # nobody listens, and no ring waits for room
+        near.ring()
+    assert far.wait(5)
+    assert not far.wait(0)
+    near.ring()
+    assert far.wait(5)
+    for bell in bells:
+        bell._socket.close()
 
 
 def test_a_speculator_without_a_verifier_says_so(tmp_path: Path) -> None:

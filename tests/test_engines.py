@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from conftest import require_compiler
 from saguaro.engines import ENGINES, load_engine
-from saguaro.engines.base import Engine, causal_batch, fan_out_batch
+from saguaro.engines.base import Engine, causal_batch, fan_out_batch, slots_of
 from saguaro.engines.int4 import quantise_linears as quantise_in_int4
 from saguaro.engines.int8 import ACTIVATION_LEVELS, Int8Linear, quantise_linears, quantise_weight, weight_levels
 from saguaro.engines.kv_pool import available_memory, kv_bytes_per_block
@@ -517,6 +517,16 @@ def worst_case(kind: str, rows: int, inputs: int, outputs: int, seed: int) -> tu
         x[0] = 0
         linear.weight.data[0] = 0
     return x, linear
+
+
+@given(st.integers(1, 5), st.integers(0, 40), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_slots_of_columns_are_found_block_by_block(
+    block_size: int, start: int, count: int, chance: random.Random
+) -> None:
+    table = chance.sample(range(100), 81)
+    columns = range(start, start + count)
+    expected = [table[column // block_size] * block_size + column % block_size for column in columns]
+    assert slots_of(table, columns, block_size) == expected
 
 
 @settings(deadline=None, max_examples=40)

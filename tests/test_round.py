@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from harness import Pair
-from saguaro.engines.base import Engine
+from saguaro.engines.base import Engine, ForwardBatch, ForwardOutput
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.errors import ConfigError, LinkError
@@ -40,6 +40,48 @@ def scripted(rows: Rows[Rows[int]], *, blocks: int = 200, block_size: int = 4, m
 
 def pair(**options: object) -> Pair:
     return Pair(scripted(TARGET), scripted(DRAFT), **options)  # type: ignore[arg-type]
+
+
+class Recorded:
+    """An engine that says when it is asked for a forward and when its logits are read."""
+
+    def __init__(self, engine: Engine, asynchronous: bool) -> None:
+        self.engine, self.asynchronous = engine, asynchronous
+        self.events: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        self.events.append("launched")
+        return _Output(self.engine.forward(batch).logits, self.events)
+
+
+class _Output(ForwardOutput):
+    def __init__(self, logits: torch.Tensor, events: list[str]) -> None:
+        vars(self).update(computed=logits, events=events)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        vars(self)["events"].append("read")
+        return vars(self)["computed"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_done_meanwhile_is_done_while_nobody_waits(asynchronous: bool) -> None:
+    target = Recorded(scripted(TARGET), asynchronous)
+    both = Pair(target, scripted(DRAFT))
+    send = both.channel.send
+    both.channel.send = lambda data: (target.events.append("asked"), send(data))[1]  # type: ignore[method-assign]
+    sequence = both.sequence([0, 1], SamplingParams(temperature=0, max_tokens=20))
+    while not sequence.finish_reason:
+        target.events.clear()
+        sequence.target_table.grow(sequence.length)
+        both.verifier.step([sequence], lambda: target.events.append("meanwhile"))
+        order = ["launched", "meanwhile"] if asynchronous else ["meanwhile", "launched"]
+        asked = sequence.rounds[-1].mode != "ar"  # not for the last token
+        assert target.events == ["asked"] * asked + [*order, "read"]
+    assert sequence.tokens[2:] == pair().run([0, 1], SamplingParams(temperature=0, max_tokens=20), "ar")
 
 
 params = st.builds(

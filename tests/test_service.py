@@ -21,8 +21,9 @@ import zmq
 
 from byte_tokenizer import byte_level
 from conftest import in_loop
+from saguaro.engines.base import ForwardBatch, ForwardOutput
 from saguaro.engines.scripted import ScriptedEngine, markov_table
-from saguaro.errors import CapacityError, ConfigError, DrainingError, LinkError
+from saguaro.errors import CapacityError, ConfigError, DrainingError, EngineError, LinkError
 from saguaro.orchestrator.client import Client
 from saguaro.orchestrator.config import DeploymentConfig, ModelConfig, ServingConfig, SpeculationConfig
 from saguaro.orchestrator.grammar import Grammars, GrammarState
@@ -464,6 +465,30 @@ def test_a_grammar_that_takes_too_long_is_refused_and_so_are_too_many(
             grammars.gate.set()
 
     with service(tmp_path / "socket", grammars=grammars):
+        asyncio.run(work())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_forward_that_fails_takes_no_tokens_along(tmp_path: Path) -> None:
+    """On a device what a round has emitted is streamed behind the next launch, also if there is none."""
+    with service(tmp_path / "socket", limit=10) as running:
+        target = running._verifier.target
+        assert isinstance(target, EngineTarget)
+        target.asynchronous = True
+        forward, left = target._engine.forward, iter(range(2))
+
+        def fails(batch: ForwardBatch) -> ForwardOutput:
+            if next(left, None) is None:
+                raise EngineError("the device is lost")
+            return forward(batch)
+
+        target._engine.forward = fails  # type: ignore[method-assign]
+
+        async def work() -> None:
+            async with connect(tmp_path / "socket") as client:
+                stream = client.stream([0], ENDLESS)
+                assert [(await anext(stream)).tokens for _ in range(2)] == [[1], [2]]
+
         asyncio.run(work())
 
 

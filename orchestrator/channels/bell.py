@@ -21,17 +21,10 @@ class Bell:
         self._socket.setblocking(False)
         self._socket.bind(str(own))
         self._peer = str(peer)
-        # Another one, because a connected socket hears from nobody else, and a peer may come anew.
-        self._rope = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._rope.setblocking(False)
 
     def ring(self) -> None:
-        try:
-            self._rope.send(b"")
-        except OSError:  # connected to nobody yet, or to one that is gone
-            with suppress(OSError):  # nobody is there, which the channel notices, or many rings are waiting already
-                self._rope.connect(self._peer)
-                self._rope.send(b"")
+        with suppress(OSError):  # nobody is there, which the channel notices, or many rings are waiting already
+            self._socket.sendto(b"", self._peer)
 
     def wait(self, seconds: float) -> bool:
         """Sleep until it rings, `seconds` at most; whether it did. Rings are not counted."""

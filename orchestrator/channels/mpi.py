@@ -2,7 +2,8 @@
 
 The verifier listens and leaves a port for each speculator in a rendezvous directory. A speculator that is ready to work
 says so there and connects; the verifier then accepts, so that nobody blocks in `accept` for one that is still loading.
-Waiting never spins: an MPI probe, then a sleep that a bell ends (`bell`), since MPI has nothing to sleep on.
+MPI has nothing to sleep on. So who waits probes it for a moment, giving way to all others, and then sleeps between two
+probes, which a bell ends (`bell`).
 
 MPI_Finalize and MPI_Comm_disconnect are collective over connected jobs and would hang on a dead peer, so neither is
 called: a rank ends through `leave`, after its messages are out.
@@ -31,7 +32,7 @@ from saguaro.orchestrator.channels.bell import Bell  # noqa: E402
 _TAG = 1
 _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
-_SPIN = 0.5e-3  # seconds after a call or a ring in which it only gives way: an answer is due, and waking up takes a tenth of that
+_SPIN = 0.5e-3  # seconds after a call or a ring: answers are quick as a rule, and to wake up takes a tenth of that
 _SHORTEST_SLEEP = 20e-6  # seconds
 
 
@@ -119,7 +120,7 @@ class MpiChannel:
             if now >= end:
                 return None
             if now - since < _SPIN:
-                os.sched_yield()
+                os.sched_yield()  # the core is anybody's who can use it, the peer's above all
                 continue
             # Twice as long each time: a message that rang takes a moment more, and a ring may have been lost.
             if self._bell.wait(min(end - now, _PEER_CHECK, max(_SHORTEST_SLEEP, now - since))):
