@@ -2,8 +2,9 @@
 
 The verifier listens and leaves a port for each speculator in a rendezvous directory. A speculator that is ready to work
 says so there and connects; the verifier then accepts, so that nobody blocks in `accept` for one that is still loading.
-MPI has nothing to sleep on. So who waits probes it for a moment, giving way to all others, and then sleeps between two
-probes, which a bell ends (`bell`).
+MPI has nothing to sleep on: who waits probes it, and sleeps between two probes until a bell rings (`bell`). Where a
+message is likely, right after a call or a ring and as long after the last message as that came after the one before, it
+stays awake for a moment, giving way to all others.
 
 MPI_Finalize and MPI_Comm_disconnect are collective over connected jobs and would hang on a dead peer, so neither is
 called: a rank ends through `leave`, after its messages are out.
@@ -32,8 +33,7 @@ from saguaro.orchestrator.channels.bell import Bell  # noqa: E402
 _TAG = 1
 _MAX_UNSENT = 64  # messages; a peer that takes none of them is as good as gone
 _PEER_CHECK = 0.05  # seconds between two looks at whether the peer's process still exists
-_SPIN = 0.5e-3  # seconds after a call or a ring: answers are quick as a rule, and to wake up takes a tenth of that
-_SHORTEST_SLEEP = 20e-6  # seconds
+_AWAKE = 0.5e-3  # seconds around a moment at which a message is likely; to be woken takes a fifth of that
 
 
 def place() -> tuple[int, int]:
@@ -85,6 +85,7 @@ class MpiChannel:
         self._bell = bell
         self._unsent: deque[tuple[MPI.Request, bytes]] = deque()
         self._closed = False
+        self._received = self._due = 0.0  # when the last message came, and when the next one does if rounds are alike
         self._checked = 0.0  # when for the peer's process, on the monotonic clock
 
     def send(self, data: bytes) -> None:
@@ -112,6 +113,8 @@ class MpiChannel:
                 if self._comm.Iprobe(0, _TAG, status) or self._comm.Iprobe(0, _TAG, status):
                     data = bytearray(status.Get_count(MPI.BYTE))
                     self._comm.Recv([data, MPI.BYTE], source=0, tag=_TAG)
+                    now = time.monotonic()
+                    self._due, self._received = 2 * now - self._received, now
                     return bytes(data)
             except MPI.Exception as error:
                 self._fail(error)
@@ -119,11 +122,13 @@ class MpiChannel:
             now = time.monotonic()
             if now >= end:
                 return None
-            if now - since < _SPIN:
+            early = self._due - _AWAKE - now
+            if now - since < _AWAKE or -2 * _AWAKE < early <= 0:
                 os.sched_yield()  # the core is anybody's who can use it, the peer's above all
                 continue
-            # Twice as long each time: a message that rang takes a moment more, and a ring may have been lost.
-            if self._bell.wait(min(end - now, _PEER_CHECK, max(_SHORTEST_SLEEP, now - since))):
+            # Twice as long each time: a ring may have been lost.
+            sleep = min(end - now, _PEER_CHECK, now - since)
+            if self._bell.wait(min(sleep, early) if early > 0 else sleep):
                 since = time.monotonic()
 
     def close(self) -> None:
