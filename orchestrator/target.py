@@ -7,8 +7,8 @@ from collections.abc import Sequence as Rows
 from itertools import accumulate
 from typing import Protocol
 
-import torch
 from prometheus_client.core import Metric
+from torch import Tensor
 
 from saguaro.engines.base import CausalRows, Engine, Sizes
 from saguaro.errors import ConfigError, SaguaroError
@@ -21,7 +21,7 @@ from saguaro.plugins.transfers import to_host
 
 
 def nothing() -> None:
-    """To be done meanwhile."""
+    """What there is to do meanwhile for whoever has nothing to do."""
 
 
 class Target(Sizes, Protocol):
@@ -37,7 +37,7 @@ class Target(Sizes, Protocol):
         ...
 
     def expect(self, sequences: Rows[Sequence], drafted: Rows[int]) -> None:
-        """What will probably be verified next, and how many draft tokens of each; called while those are waited for."""
+        """What will probably be verified next, and how many draft tokens of each; called while those are on the way."""
         ...
 
     def verify(
@@ -73,8 +73,8 @@ class EngineTarget:
         self._expected: tuple[Rows[Sequence], Rows[int]] | None = None
         self._wanted: list[int] = []  # logits of each sequence
         self._rows = CausalRows((), (), (), (), engine.block_size)
-        # Of the last verification, what is still to be looked through: sequences, their lengths, rows of the logits.
-        self._logits = torch.empty(0)
+        # Of the last verification, what `settle` looks through: sequences, their lengths, rows of the logits.
+        self._logits: Tensor | None = None
         self._greedy: list[tuple[Sequence, int, range]] = []
 
     def admit(self, params: SamplingParams, mode: Mode) -> Mode:
@@ -137,16 +137,16 @@ class EngineTarget:
                 sequence.logprobs.extend(token_logprobs(logits[rows[index].start :], emitted, count))
             if sequence.request.params.temperature == 0:  # rows up to the bonus token decided something
                 self._greedy.append((sequence, sequence.length, rows[index][: outcome.accepted + 1]))
-        self._logits = logits
+        self._logits = logits if self._greedy else None
         return outcomes
 
     def settle(self) -> None:
         """Where a greedy choice was a near thing in this precision: another batch might not share it."""
-        if self._greedy:
+        if self._logits is not None:
             close = set(near_ties(self._logits, self._engine.logit_tolerance))
             for sequence, start, rows in self._greedy:
                 sequence.near_ties += [start + k for k, row in enumerate(rows) if row in close]
-            self._greedy.clear()
+            self._logits, self._greedy = None, []
 
 
 def _trial(sequence: Sequence, speculation: Speculation, vocab_size: int) -> sampling.Trial:
