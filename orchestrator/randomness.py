@@ -27,6 +27,7 @@ _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_FEW = 12  # counters that are evaluated one by one
 _CHUNK = 16384  # counters at a time: the working set stays in the L2 cache
 
 
@@ -45,6 +46,9 @@ def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]
     Words come and go in 64-bit integers. Inside, the halves of a product are read where they lie, the low one first.
     """
     seed = np.broadcast_to(np.asarray(seeds, dtype=np.uint64), counters.shape[1:])
+    if len(seed) <= _FEW:
+        each = [_philox(*one) for one in zip(*counters.tolist(), seed.tolist(), strict=True)]
+        return np.array(each, dtype=np.uint64).reshape(-1, LANES).T
     words = np.empty_like(counters)
     for start in range(0, counters.shape[1], _CHUNK):
         part = slice(start, start + _CHUNK)
@@ -57,6 +61,17 @@ def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]
             even, odd = halves[..., 1] ^ odd ^ key, halves[..., 0]
         words[0::2, part], words[1::2, part] = even, odd
     return words
+
+
+def _philox(a: int, b: int, c: int, d: int, seed: int) -> tuple[int, int, int, int]:
+    """The same for one counter, which takes a few microseconds; any number of them in numpy takes fifty at least."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(_ROUNDS):
+        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b = (right >> 32) ^ b ^ low, right & 0xFFFFFFFF
+        c, d = (left >> 32) ^ d ^ high, left & 0xFFFFFFFF
+        low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
+    return a, b, c, d
 
 
 def _words(seeds: ArrayLike, blocks: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.uint64]:

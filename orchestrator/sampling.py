@@ -77,7 +77,7 @@ __all__ = [
 # Probabilities: float64, or fractions in an object array, with which the tests prove the `ratio` rule exact.
 Probs = NDArray[Any]
 
-# Tokens this close to the best are tried first: their total bounds the noise that tokens further below would need.
+# Tokens further below the best than this are looked at only with noise that can make up for it.
 _NEAR = 4.0
 # A draft token this far below the best has p < 5e-5: it is not proposed. Out of reach of any noise:
 _FAR, _HOPELESS = 10.0, 1e3
@@ -108,19 +108,17 @@ def choose(
         tokens = ids[rows[index], columns]
         totals = scores[rows[index], columns] + gumbel(seeds[index], positions[index], tokens)
         return _best(index, tokens, totals, count)
-    best = np.concatenate([part.max(1) for part in _parts(scores, rows)]).astype(np.float64)
-    near = np.where(np.isfinite(best), best, 0.0) - _NEAR
-    found = _contenders(scores, rows, near, np.zeros(count, np.int64), seeds, positions)
-    leader = np.full(count, -np.inf)
-    np.maximum.at(leader, found[0], found[2])
-    # Below `near` only noise above leader - near wins, which few tokens have; below leader - GUMBEL_MAX none does.
+    leaders = np.concatenate([part.argmax(1) for part in _parts(scores, rows)])
+    best = scores[rows, leaders].astype(np.float64)
+    leader = best + gumbel(seeds, positions, leaders)
+    # Below leader - GUMBEL_MAX no noise wins, and below `near` only noise above leader - near, which few tokens have.
+    near = best - _NEAR
     slack = 1e-12 * (1 + np.abs(leader))  # more than the sums are rounded by
     with np.errstate(invalid="ignore"):  # of a row without any finite score
         least_bits = bits_reaching(leader - near - slack)
         bound = leader - GUMBEL_MAX - slack
-    bound = np.where(np.isfinite(bound), bound, np.inf)
-    further = _contenders(scores, rows, bound, least_bits, seeds, positions)
-    index, tokens, totals = (np.concatenate(parts) for parts in zip(found, further, strict=True))
+    near, bound = (np.where(np.isfinite(best), value, np.inf) for value in (near, bound))
+    index, tokens, totals = _contenders(scores, rows, bound, near, least_bits, seeds, positions)
     return _best(index, tokens, totals, count)
 
 
@@ -128,27 +126,29 @@ def _contenders(
     scores: NDArray[Any],
     rows: NDArray[np.int64],
     bounds: NDArray[np.float64],
+    near: NDArray[np.float64],
     least_bits: NDArray[np.int64],
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """The scores [R, V] of `rows` [n] that reach their row's bound and whose noise reaches its `least_bits`: place of
-    the row in `rows`, token, score + noise."""
+    """The scores [R, V] of `rows` [n] that are near, or reach their row's bound with noise that reaches its
+    `least_bits`: place of the row in `rows`, token, score + noise."""
     columns = scores.shape[1]
     blocks_of_row = -(-columns // LANES)
-    limits = bounds.astype(scores.dtype)  # rounding is monotonic, so a bound does not pass a score it was below
-    places, reached, start = [], [], 0
+    limits = np.stack([bounds, near]).astype(scores.dtype)  # rounding is monotonic: none passes a score it was below
+    places, reaching, start = [], [], 0
     for part in _parts(scores, rows):
-        flags = np.zeros((len(part), blocks_of_row * LANES), dtype=bool)
-        np.greater_equal(part, limits[start : start + len(part), None], out=flags[:, :columns])
-        flags_of_block = flags.view(np.uint32).reshape(-1)
-        place = np.flatnonzero(flags_of_block)
+        flags = np.zeros((2, len(part), blocks_of_row * LANES), dtype=bool)
+        np.greater_equal(part, limits[:, start : start + len(part), None], out=flags[:, :, :columns])
+        flags_of_block = flags.view(np.uint32).reshape(2, -1)
+        place = np.flatnonzero(flags_of_block[0])
         places.append(start * blocks_of_row + place)
-        reached.append(flags_of_block[place])
+        reaching.append(flags_of_block.take(place, 1))
         start += len(part)
     index, block = np.divmod(np.concatenate(places), blocks_of_row)
     bits = block_bits(seeds[index], positions[index], block)
-    able = np.concatenate(reached).view(np.bool_).reshape(-1, LANES) & (bits >= least_bits[index, None])
+    reached, close = np.concatenate(reaching, 1).view(np.bool_).reshape(2, -1, LANES)
+    able = reached & (close | (bits >= least_bits[index, None]))
     found, lane = np.divmod(np.flatnonzero(able), LANES)
     index, tokens = index[found], block[found] * LANES + lane
     return index, tokens, scores[rows[index], tokens] + gumbel_of(bits[found, lane])

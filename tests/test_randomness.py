@@ -64,6 +64,17 @@ def test_philox_is_its_definition(seed, counter):
     assert words(counter, seed) == philox_in_integers(counter, seed)
 
 
+@pytest.mark.parametrize("count", [0, 1, randomness._FEW, randomness._FEW + 1, 50])
+def test_philox_of_many_counters_is_that_of_each(count):
+    chance = np.random.default_rng(count)
+    counters = chance.integers(0, 2**32, (4, count), dtype=np.uint64)
+    seeds = chance.integers(0, 2**64, count, dtype=np.uint64)
+    each = [philox_in_integers(counters[:, i].tolist(), int(seeds[i])) for i in range(count)]
+    assert philox(counters, seeds).T.tolist() == each
+    if count:
+        assert philox(counters, 11)[:, -1].tolist() == philox_in_integers(counters[:, -1].tolist(), 11)
+
+
 def test_philox_is_the_same_across_its_chunks():
     count = randomness._CHUNK + 5
     counters = np.zeros((4, count), dtype=np.uint64)
