@@ -110,7 +110,8 @@ def choose(
         return _best(index, tokens, totals, count)
     leaders = np.concatenate([part.argmax(1) for part in _parts(scores, rows)])
     best = scores[rows, leaders].astype(np.float64)
-    leader = best + gumbel(seeds, positions, leaders)
+    block, lane = np.divmod(leaders, LANES)
+    leader = best + gumbel_of(block_bits(seeds, positions, block)[np.arange(count), lane])
     # Below leader - GUMBEL_MAX no noise wins, and below `near` only noise above leader - near, which few tokens have.
     near = best - _NEAR
     slack = 1e-12 * (1 + np.abs(leader))  # more than the sums are rounded by
