@@ -398,13 +398,13 @@ class Trial:
 
 
 def verify(logits: Tensor, trials: Sequence[Trial], rule: Rule) -> list[Outcome | ConfigError]:
-    """Decide rounds, each by itself: [R, V] target logits over the trunks, K+1 rows of each trial after the other's, in
-    the host's memory.
+    """Decide rounds, each by itself: [R, V] target logits over the trunks, K+1 rows of each trial after the other's.
 
     An empty speculation is plain decoding. Under `ratio` the bonus uniform belongs to the round's first position, so
     that it is known before the outcome. A trial that reaches a row in which every token is excluded gets the error that
     says so. Raises EngineError if the model returned no numbers, ProtocolError for an impossible draft.
     """
+    (logits,) = to_host(logits)
     return Trials(trials, rule, logits.shape[1]).decide(logits)
 
 
@@ -423,6 +423,7 @@ class Trials:
         self._untouched = len(groups) == 1 and not any(trial.adjusts for trial in trials)
 
     def decide(self, logits: Tensor) -> list[Outcome | ConfigError]:
+        """From logits in the host's memory."""
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if logits.shape[0] != sum(self._counts):
             raise ValueError(f"the trials have {sum(self._counts)} rows, the logits {logits.shape[0]}")

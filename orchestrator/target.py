@@ -59,7 +59,7 @@ class Target(Sizes, Protocol):
 
 
 class EngineTarget:
-    """An engine whose logits are turned into outcomes by `sampling.verify`."""
+    """An engine whose logits are turned into outcomes by `sampling.Trials`."""
 
     def __init__(self, engine: Engine, rule: Rule) -> None:
         self._engine = engine
