@@ -3,7 +3,8 @@
 python -m saguaro.bench.orchestration --out FILE        (needs nothing else to be running)
 
 The target takes 20 ms a forward, the draft next to nothing, and every speculation is prepared and accepted. So whatever
-a round takes beyond those 20 ms is orchestration: scheduling, two messages, lookup, deciding, committing, streaming.
+a round takes beyond those 20 ms is orchestration: scheduling, two messages, lookup, deciding, committing. Streaming is
+done while the forward runs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Cost:
     temperature: float
     rounds: int
     total: float  # a round, less the target's forward
-    verify: float  # of that: building the batch, sampling, deciding
+    verify: float  # of that: launching, sampling, deciding
     exchange: float  # waiting for the speculations: two messages, and the lookup between
-    rest: float  # committing, streaming, scheduling
+    rest: float  # committing, scheduling, asking, laying out the batch
     prepare: float  # of the speculator, beside the verification: not part of the total
 
 
