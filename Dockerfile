@@ -50,7 +50,7 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=15m --retries=4 \
 STOPSIGNAL SIGTERM
 # tini takes in orphans of the ranks; what is published decides `docker run --publish`.
 ENTRYPOINT ["tini", "--", "saguaro", "serve", "--host", "0.0.0.0"]
-CMD ["qwen-coder-cpu"]
+CMD ["qwen-coder-int4-cpu"]
 
 # gpu -----------------------------------------------------------------------------------------------------------------
 FROM ${GPU_BASE} AS gpu

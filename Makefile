@@ -23,9 +23,9 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/saguaro models pull qwen2.5-coder
-	$(BIN)/saguaro build qwen2.5-coder-1.5b-cpu qwen2.5-coder-0.5b-cpu
+	$(BIN)/saguaro build qwen2.5-coder-1.5b-int4-cpu qwen2.5-coder-0.5b-int4-cpu
 	$(BIN)/saguaro generate --compare --max-tokens 96 "$(PROMPT)"
-	$(BIN)/saguaro status qwen-coder-cpu >/dev/null 2>&1 || $(BIN)/saguaro serve qwen-coder-cpu --detach
+	$(BIN)/saguaro status qwen-coder-int4-cpu >/dev/null 2>&1 || $(BIN)/saguaro serve qwen-coder-int4-cpu --detach
 	curl -s localhost:8000/v2/models/ensemble/generate -d '{"text_input": "def fibonacci(n):", "max_tokens": 24}'
 	@echo
 	$(BIN)/python examples/triton_stream.py "$(PROMPT)" --max-tokens 48

@@ -67,7 +67,7 @@ class LLM:
 
     def __init__(
         self,
-        deployment: str | DeploymentConfig = "qwen-coder-cpu",
+        deployment: str | DeploymentConfig = "qwen-coder-int4-cpu",
         *,
         mode: Mode | Auto | None = None,
         lookahead: int | None = None,

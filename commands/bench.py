@@ -14,10 +14,10 @@ def add(commands: Subparsers) -> None:
         "bench",
         run,
         "measure ar, sd and ssd of a deployment side by side",
-        "saguaro bench qwen-coder-cpu --sd-lookahead 2 4 6 8 --temperature 0 1",
+        "saguaro bench qwen-coder-int4-cpu --sd-lookahead 2 4 6 8 --temperature 0 1",
     )
     bench.add_argument(
-        "deployment", nargs="?", default="qwen-coder-cpu", metavar="DEPLOYMENT", help="name or .yaml file"
+        "deployment", nargs="?", default="qwen-coder-int4-cpu", metavar="DEPLOYMENT", help="name or .yaml file"
     )
     bench.add_argument("--modes", nargs="+", default=["ar", "sd", "ssd"], choices=("ar", "sd", "ssd"))
     bench.add_argument(

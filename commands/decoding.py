@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @cache
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--deployment", default="qwen-coder-cpu", metavar="FILE", help="a .yaml file or a shipped name")
+    parser.add_argument(
+        "--deployment", default="qwen-coder-int4-cpu", metavar="FILE", help="a .yaml file or a shipped name"
+    )
     parser.add_argument("--mode", choices=("ar", "sd", "ssd", "auto"), help="instead of the deployment's")
     parser.add_argument("--lookahead", type=int, metavar="K", help="draft tokens per speculation")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")

@@ -14,7 +14,7 @@ def add(commands: Subparsers) -> None:
         "tune",
         run,
         "measure a pair on this machine and these prompts, and recommend a speculation section",
-        "saguaro tune qwen-coder-cpu --prompts mine.txt --plot tune.png --write speculation.yaml",
+        "saguaro tune qwen-coder-int4-cpu --prompts mine.txt --plot tune.png --write speculation.yaml",
     )
     tuning.add_argument("deployment", help="a .yaml file or a shipped name")
     tuning.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: shipped ones of four kinds)")

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=96)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("qwen-coder-cpu") as llm:
+    with LLM() as llm:
         yield llm
 
 
