@@ -121,7 +121,7 @@ class PytorchEngine:
         self._device: torch.device = model.base_model.norm.weight.device
         modules = list(model.modules())
         in_int4 = any(isinstance(module, int4.Int4Linear) for module in modules)
-        # In int4 a row is computed by itself as it is: kernels of our own do all that reads more than an element.
+        # In int4 a row is computed by itself as it is: by kernels of our own, and by norms that sum rows one by one.
         self._fix_rows = deterministic and not in_int4
         self._step = _CppStep if in_int4 else _Step
         self._plan_attention = plan_cpp if in_int4 else _planner(self._device, deterministic)
