@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from saguaro.engines.base import Engine, causal_batch
 from saguaro.orchestrator import sampling
-from saguaro.orchestrator.drafters.base import Drafter, Trunk
+from saguaro.orchestrator.drafters.base import Drafter, Guess, Trunk
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Situation
 from saguaro.orchestrator.protocol import DraftRow
@@ -194,7 +194,7 @@ class Replay:
             grammar=None,
         )
         self._backup.catch_up([row])
-        ((speculation,),) = self._backup.draft([Trunk.decided(row)], [[Outcome(0, tokens[-1])]])
+        ((speculation,),) = self._backup.draft([Trunk.decided(row)], [[Guess(Outcome(0, tokens[-1]))]])
         return speculation.tokens
 
 

@@ -24,7 +24,7 @@ from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.config import FanOutConfig, SpeculationConfig
 from saguaro.orchestrator.drafters.backups import text_drafter
-from saguaro.orchestrator.drafters.base import Trunk
+from saguaro.orchestrator.drafters.base import Guess, Trunk
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.estimators import Estimators, Fit, GuessCurve
@@ -202,9 +202,9 @@ class Stopwatch:
         """One token for each of so many branches at the end of a trunk of one row."""
         torch.set_num_threads(self._threads[1])
         trunk = Trunk(self._row(1, branches), self._at - 1, ())
-        outcomes = [Outcome(0, token % self._draft.vocab_size) for token in range(branches)]
+        guesses = [Guess(Outcome(0, token % self._draft.vocab_size)) for token in range(branches)]
         start = time.perf_counter()
-        self._drafter.draft([trunk], [outcomes])
+        self._drafter.draft([trunk], [guesses])
         return time.perf_counter() - start
 
 

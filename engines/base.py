@@ -7,7 +7,8 @@ and it keeps no state but its weights and the KV pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Protocol
 
@@ -160,7 +161,7 @@ def _int64(values: Iterable[int]) -> Tensor:
 
 
 class FanOutSteps:
-    """The steps of branch decoding at `depths`: row i of a sequence feeds branch i's token, depth after depth.
+    """The steps of branch decoding at `depths`: a row feeds the last token of its branch, depth after depth.
 
     `prefixes[s]` counts the columns before the trunk. All but the tokens is worked out once for all depths, in numpy,
     which takes a tenth of torch's time for so little. Raises EngineError for a block table that is too short.
@@ -194,10 +195,29 @@ class FanOutSteps:
         # One call each instead of one for each depth.
         self._slots = torch.from_numpy(slots).unbind()
         self._positions = torch.from_numpy(context + depth).unbind()
-        tensors = {"prefix": prefix, "trunk": trunk, "branches": branches, "fork": fork, "branch": branch}
+        tensors = {
+            "prefix": prefix,
+            "trunk": trunk,
+            "branches": branches,
+            "rows": branches,
+            "fork": fork,
+            "branch": branch,
+        }
         self._mask = FanOutMask(**{name: torch.from_numpy(each) for name, each in tensors.items()}, depth=depths.start)
         vars(self._mask).update(sequence=torch.from_numpy(sequence), context=torch.from_numpy(context))
         self._every_row = torch.arange(len(branch))
+
+    def keep(self, rows: Sequence[int]) -> FanOutSteps:
+        """The same steps for some of the rows, in rising order: the columns of the other branches stay as they are."""
+        kept, index, mask = copy(self), torch.tensor(rows, dtype=torch.int64), self._mask
+        counts = mask.sequence[index].bincount(minlength=len(self._rows))
+        kept._rows = tuple(counts.tolist())
+        kept._slots = torch.stack(self._slots)[:, index].unbind()
+        kept._positions = torch.stack(self._positions)[:, index].unbind()
+        kept._mask = replace(mask, rows=counts, fork=mask.fork[index], branch=mask.branch[index])
+        vars(kept._mask).update(sequence=mask.sequence[index], context=mask.context[index])
+        kept._every_row = torch.arange(len(index))
+        return kept
 
     def batch(self, tokens: Tensor, depth: int) -> ForwardBatch:
         """The step at `depth` with the rows' tokens [N]. Every row's logits are wanted."""

@@ -204,6 +204,6 @@ def unpack_batch(header: Tensor, payload: Tensor) -> ForwardBatch:
         slots=slots,
         rows=tuple(rows.tolist()),
         block_tables=tuple(tuple(table.tolist()) for table in blocks.split(lengths.tolist())),
-        fan_out=FanOutMask(prefix, trunk, branches, fork, branch, int(depth)) if len(depth) else None,
+        fan_out=FanOutMask(prefix, trunk, branches, rows, fork, branch, int(depth)) if len(depth) else None,
         logit_rows=logit_rows,
     )

@@ -95,12 +95,18 @@ class FanOutConfig:
     curve of its own for the row where everything is accepted).
     `auto`: starts from that list and follows what is measured. Or a hand-written list F_0 … F_K in `counts`. The budget
     `auto` is the largest whose branches are done before the verification is.
+    `ranked`: anew in every round, the outcomes that the draft itself holds for the likeliest. Neither an outcome nor a
+    further token of a branch is prepared that is needed with less than `least_probability`. Where the draft cannot say
+    (`ratio` at temperature > 0) it is `geometric`.
     """
 
     budget: int | Auto = 8
     counts: tuple[int, ...] | None = None
     counts_after_miss: tuple[int, ...] | None = None  # None: the same list
-    policy: Literal["uniform", "geometric", "auto"] | None = None  # None: the list in `counts`, or else `auto`
+    policy: Literal["uniform", "geometric", "auto", "ranked"] | None = (
+        None  # None: the list in `counts`, or else `auto`
+    )
+    least_probability: float = 0.02  # with `ranked`: of an outcome, or of a drafted token to be needed; 0 is off
     acceptance: float = 0.8  # of a draft token
     acceptance_after_miss: float | None = None  # of the backup's tokens; None: what is usual for that backup
     miss_scale: float = 0.4  # c of the miss curve c F^-r after a rejection
@@ -122,6 +128,7 @@ class FanOutConfig:
             self.counts_after_miss,
             "left out without `counts`",
         )
+        _check(0 <= self.least_probability < 1, "least_probability", self.least_probability, "0 (off) or below 1")
         _check(0 <= self.acceptance <= 1, "acceptance", self.acceptance, "between 0 and 1")
         after_miss = self.acceptance_after_miss
         _check(after_miss is None or 0 <= after_miss <= 1, "acceptance_after_miss", after_miss, "between 0 and 1")
@@ -233,7 +240,7 @@ class SpeculationConfig:
         if fan_out.policy == "uniform":
             return Lists(fan_out_policy.uniform)
         geometric = Lists(_geometric(prior.acceptance, prior), _geometric(prior.acceptance_after_miss, prior))
-        return geometric if fan_out.policy == "geometric" else MeasuredFanOut(estimators, geometric)
+        return geometric if fan_out.policy in ("geometric", "ranked") else MeasuredFanOut(estimators, geometric)
 
 
 # Acceptance of a backup's tokens on mixed text, before anything is measured; `primary` has the draft's own.

@@ -42,6 +42,7 @@ from saguaro.orchestrator.scores import (
     check_numbers,
     check_vocabulary,
     filtered,
+    log_total,
     needs_history,
     or_zero,
     scaled,
@@ -251,6 +252,7 @@ class Candidates:
     ids: NDArray[np.int64]  # [R, width], or [R, 1]
     probs: NDArray[np.float64] | None  # [R, width] each row sums to 1: to be drawn from. None: take the first id
     confidence: NDArray[Any] | None = None  # [R] the draft's probability of its likeliest token; None: not asked for
+    weights: NDArray[Any] | None = None  # as `ids`: see `propose`; None: not asked for, or not known
 
     def guesses(self, row: int, count: int, excluded: int | None = None) -> tuple[int, ...]:
         """The `count` best tokens of a row but `excluded`: after a rejection the bonus is not the rejected token."""
@@ -261,8 +263,8 @@ class Candidates:
         """The first `counts[0]` rows, the next `counts[1]`, and so on."""
         ends = list(accumulate(counts))
         for part in map(slice, [0, *ends], ends):
-            probs, confidence = (None if all is None else all[part] for all in (self.probs, self.confidence))
-            yield Candidates(self.ids[part], probs, confidence)
+            rest = (None if all is None else all[part] for all in (self.probs, self.confidence, self.weights))
+            yield Candidates(self.ids[part], *rest)
 
 
 @dataclass(frozen=True)
@@ -291,42 +293,53 @@ class Query:
         return adjusted(logits, self.request, self.context, self.tails, self.allowed)
 
 
-def propose(logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence: bool = False) -> list[Candidates]:
+def propose(
+    logits: Tensor, queries: Sequence[Query], rule: Rule, *, confidence: bool = False, weights: bool = False
+) -> list[Candidates]:
     """The draft's best tokens for each query, from [R, V] logits: the rows of one query after the other's.
 
     The chain is the target's, with the filters on the best `width` alone. Ranked by score (temperature 0), by score
     and the noise the target will use (`coupled`), or by probability (`ratio`); tokens a filter drops come last. The
-    confidence is that before the filters, at temperature 1 for greedy decoding. Raises EngineError if the model
-    returned no numbers. Logits on a device are reduced there, and read once for each group of equal filters.
+    confidence is that before the filters, at temperature 1 for greedy decoding.
+
+    A weight is the probability that the target chooses this token, if its logits differ from the draft's by
+    independent Gumbel noise of scale 1: softmax(logits) for greedy decoding, which is as often right as it says, and
+    softmax(temperature * (score + noise)) where the noise of the sampling is known (`coupled`). Under `ratio` at
+    temperature > 0 there is none.
+
+    Raises EngineError if the model returned no numbers. Logits on a device are reduced there, and read once for each
+    group of equal filters.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     counts = [len(query.tails) for query in queries]
     # As in `verify`: queries with equal filters go through the chain together.
     groups = _groups([query.filters for query in queries])
     if len(groups) == 1 and not any(query.adjusts for query in queries):
-        return list(_ranked(logits, queries, rule, confidence).split(counts))
+        return list(_ranked(logits, queries, rule, confidence, weights).split(counts))
     tables = [query.adjusted(part) for part, query in zip(logits.split(counts), queries, strict=True)]
     found: dict[int, Candidates] = {}
     for members in groups:
         table = torch.cat([tables[index] for index in members])
-        ranked = _ranked(table, [queries[index] for index in members], rule, confidence)
+        ranked = _ranked(table, [queries[index] for index in members], rule, confidence, weights)
         found |= zip(members, ranked.split([counts[index] for index in members]), strict=True)
     return [found[index] for index in range(len(queries))]
 
 
-def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: bool) -> Candidates:
+def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: bool, weights: bool) -> Candidates:
     """For all rows of queries with equal filters, from their adjusted logits."""
     params = queries[0].request.params
     values, ids = top(table, min(queries[0].width, table.shape[-1]))
-    likeliest = []
+    of_all = []
     if confidence:
-        likeliest = [scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1)]
+        of_all.append(scaled(table, or_zero(values[:, :1]), params.temperature or 1.0).softmax(-1).amax(-1))
+    if weights and params.temperature == 0:
+        of_all.append((values - or_zero(log_total(table))).exp())
     # All that is needed of the vocabulary: read once, where it is on a device.
-    values, ids, *read = to_host(values, ids, *likeliest)
+    values, ids, *read = to_host(values, ids, *of_all)
     check_numbers(values[:, 0].tolist())
-    tokens, sure = ids.numpy(), read[0].numpy() if read else None
+    tokens, sure = ids.numpy(), read[0].numpy() if confidence else None
     if params.temperature == 0:
-        return Candidates(tokens, None, sure)
+        return Candidates(tokens, None, sure, read[-1].numpy() if weights else None)
     values = scaled(values, or_zero(values[:, :1]), params.temperature)
     # Where nothing may follow the row is hopeless anyway, and every listed token as good as the next.
     values = values.masked_fill(values[:, :1] == -math.inf, 0)
@@ -341,11 +354,14 @@ def _ranked(table: Tensor, queries: Sequence[Query], rule: Rule, confidence: boo
     positions = np.array([len(query.context) + len(tail) for query in queries for tail in query.tails])
     totals = scores.astype(np.float64) - _HOPELESS
     totals[row, column] = scores[row, column] + gumbel(seeds[row], positions[row], tokens[row, column])
-    if queries[0].first:
-        order = np.where(keep.numpy(), totals, -np.inf).argmax(-1, keepdims=True)
-    else:
-        order = np.lexsort((-totals, ~keep.numpy()))
-    return Candidates(np.take_along_axis(tokens, order, -1), None, sure)
+    totals = np.where(keep.numpy(), totals, totals - _HOPELESS)
+    order = totals.argmax(-1, keepdims=True) if queries[0].first else np.argsort(-totals, kind="stable")
+    ranked = np.take_along_axis(tokens, order, -1)
+    if not weights:
+        return Candidates(ranked, None, sure)
+    relative = np.exp(params.temperature * (totals - totals.max(-1, keepdims=True)))
+    relative /= relative.sum(-1, keepdims=True)
+    return Candidates(ranked, None, sure, np.take_along_axis(relative, order, -1))
 
 
 def draw_draft(

@@ -210,7 +210,9 @@ def top(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """
     rows, columns = table.shape
     if n == 1:
-        return table.max(-1, keepdim=True)  # the first of equal values
+        # The first of equal values; torch's way to the place of a maximum is slow on a CPU.
+        ids = table.argmax(-1, keepdim=True) if table.is_cuda else torch.from_numpy(table.numpy().argmax(-1)[:, None])
+        return table.gather(1, ids), ids
     if n >= columns:
         values, ids = table.sort(dim=-1, descending=True, stable=True)
         return values, ids
@@ -230,6 +232,13 @@ def top(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
     ids = ids.sort(-1).values
     values, order = table.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order)
+
+
+def log_total(table: Tensor) -> Tensor:
+    """[R, 1] log of the sum of exp of each row."""
+    if table.is_cuda:
+        return table.logsumexp(-1, keepdim=True)
+    return torch.stack([row.logsumexp(-1, keepdim=True) for row in table])  # one row at a time stays in the cache
 
 
 def survivors(values: Tensor, params: SamplingParams, mass: Tensor | None = None) -> Tensor:

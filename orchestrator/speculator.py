@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from saguaro.orchestrator import shards
 from saguaro.orchestrator.channels import Channel
-from saguaro.orchestrator.drafters.base import Drafter, Trunk
+from saguaro.orchestrator.drafters.base import Drafter, Guess, Trunk
 from saguaro.orchestrator.drafters.shadows import Shadows
 from saguaro.orchestrator.estimators import Estimators
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Situation
@@ -221,20 +221,21 @@ class Speculator:
             follower.catch_up(rows)  # now, while the verifier is busy, rather than when it waits
         if self._shadows:
             self._shadows.follow(rows)
-        outcomes = self._drafter.predict(trunks, fan_outs) if trunks else []
+        guesses = self._drafter.predict(trunks, fan_outs) if trunks else []
+        outcomes = [[guess.outcome for guess in guessed] for guessed in guesses]
         owners = [shards.owners(guessed, self._present) for guessed in outcomes]
         share = [
             [guess for guess, owner in zip(guessed, owned, strict=True) if owner == self._replica]
-            for guessed, owned in zip(outcomes, owners, strict=True)
+            for guessed, owned in zip(guesses, owners, strict=True)
         ]
         self._drafter.catch_up(deferred)
         late, happened = _decided([row for row in deferred if self._is_home(row)])
         prepared = self._drafter.draft([*trunks, *late], [*share, *happened])
         self._branches += sum(map(len, share))
         self._cache.put_all(
-            (trunk.row.sequence, outcome, speculation)
+            (trunk.row.sequence, guess.outcome, speculation)
             for trunk, guessed, drafted in zip([*trunks, *late], [*share, *happened], prepared, strict=True)
-            for outcome, speculation in zip(guessed, drafted, strict=True)
+            for guess, speculation in zip(guessed, drafted, strict=True)
         )
         self._prepared = {
             trunk.row.sequence: _Prepared(situation, len(trunk.draft_tokens), guessed, owned)
@@ -254,6 +255,6 @@ def _happened(row: DraftRow) -> Outcome:
     return Outcome(0, row.tokens[-1])
 
 
-def _decided(rows: Sequence[DraftRow]) -> tuple[list[Trunk], list[list[Outcome]]]:
+def _decided(rows: Sequence[DraftRow]) -> tuple[list[Trunk], list[list[Guess]]]:
     """What to draft from for rows whose outcome was not foreseen."""
-    return [Trunk.decided(row) for row in rows], [[_happened(row)] for row in rows]
+    return [Trunk.decided(row) for row in rows], [[Guess(_happened(row))] for row in rows]

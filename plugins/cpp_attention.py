@@ -90,7 +90,7 @@ def plan_cpp(
     # As `RowTensors`, but in the fewest calls: for a few rows a tensor takes longer to make than to read in all layers.
     if isinstance(mask, FanOutMask):
         prefixes, trunks, steps = mask.prefix.tolist(), mask.trunk.tolist(), mask.depth + 1
-        branches, forks, numbers = rows, mask.fork.tolist(), mask.branch.tolist()
+        branches, forks, numbers = mask.branches.tolist(), mask.fork.tolist(), mask.branch.tolist()
     else:
         prefixes = trunks = [0] * len(rows)
         branches, steps, forks = [1] * len(rows), 0, mask.tolist()

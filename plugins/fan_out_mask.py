@@ -16,13 +16,14 @@ from torch import Tensor
 class FanOutMask:
     """What each row of one branch-decoding step sees, for a batch of S sequences and N rows.
 
-    Rows are grouped by sequence; row i of a sequence is its branch i. At step `depth` each branch already has `depth`
-    own tokens in the KV pool and writes one more.
+    Rows are grouped by sequence, each for one of its branches; a branch that grows no more has none. At step `depth`
+    the branch of a row already has `depth` own tokens in the KV pool and writes one more.
     """
 
     prefix: Tensor  # [S] committed tokens before the trunk
     trunk: Tensor  # [S] trunk rows, K+1
-    branches: Tensor  # [S] ΣF_k
+    branches: Tensor  # [S] ΣF_k: columns of a depth
+    rows: Tensor  # [S] of these that have a row
     fork: Tensor  # [N] fork row of the branch
     branch: Tensor  # [N] number of the branch within its sequence
     depth: int
@@ -36,7 +37,7 @@ class FanOutMask:
     @cached_property
     def sequence(self) -> Tensor:
         """[N] sequence each row belongs to."""
-        return torch.arange(len(self.branches), device=self.branches.device).repeat_interleave(self.branches)
+        return torch.arange(len(self.rows), device=self.rows.device).repeat_interleave(self.rows)
 
     @cached_property
     def context(self) -> Tensor:

@@ -123,16 +123,16 @@ def _fan_out_columns(rows: Sequence[int], mask: FanOutMask) -> list[int]:
     """Columns each sequence reads, after its part of the mask was checked."""
     if mask.depth < 0:
         raise EngineError(f"mask.depth: needs 0 or more, got {mask.depth}.")
-    for name in ("prefix", "trunk", "branches"):
+    for name in ("prefix", "trunk", "branches", "rows"):
         _require_integers(f"mask.{name}", getattr(mask, name), len(rows))
     for name in ("fork", "branch"):
         _require_integers(f"mask.{name}", getattr(mask, name), sum(rows))
-    counts = mask.branches.tolist()
-    if counts != list(rows):
-        raise EngineError(f"mask.branches: every branch is one row, so needs {list(rows)} like rows, got {counts}.")
+    if mask.rows.tolist() != list(rows):
+        raise EngineError(f"mask.rows: needs {list(rows)} like rows, got {mask.rows.tolist()}.")
     fork, branch = mask.fork.tolist(), mask.branch.tolist()
     columns, first = [], 0
-    for s, (count, prefix, trunk) in enumerate(zip(counts, mask.prefix.tolist(), mask.trunk.tolist())):
+    sizes = zip(rows, mask.prefix.tolist(), mask.trunk.tolist(), mask.branches.tolist())
+    for s, (count, prefix, trunk, branches) in enumerate(sizes):
         part = slice(first, first + count)
         if prefix < 0 or trunk < 1:
             raise EngineError(
@@ -140,9 +140,11 @@ def _fan_out_columns(rows: Sequence[int], mask: FanOutMask) -> list[int]:
             )
         if count and not 0 <= min(fork[part]) <= max(fork[part]) < trunk:
             raise EngineError(f"mask.fork: sequence {s} has trunk rows 0 to {trunk - 1} (K), got {fork[part]}.")
-        if sorted(branch[part]) != list(range(count)):
-            raise EngineError(f"mask.branch: sequence {s} needs each of 0 to {count - 1} once, got {branch[part]}.")
-        columns.append(prefix + trunk + count * (mask.depth + 1) if count else 0)
+        if count and not (0 <= min(branch[part]) <= max(branch[part]) < branches and len(set(branch[part])) == count):
+            raise EngineError(
+                f"mask.branch: sequence {s} needs {count} different ones of 0 to {branches - 1}, got {branch[part]}."
+            )
+        columns.append(prefix + trunk + branches * (mask.depth + 1) if count else 0)
         first += count
     return columns
 

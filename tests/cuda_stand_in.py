@@ -71,7 +71,7 @@ class TensorPlan:
             mask: Tensor | FanOutMask = self.rows.fork[own].long()
             columns = int(self.rows.fork[own].max()) + 1
             if steps:
-                sizes = (torch.tensor([number]) for number in (prefix, trunk, branches))
+                sizes = (torch.tensor([number]) for number in (prefix, trunk, branches, count))
                 mask = FanOutMask(*sizes, self.rows.fork[own].long(), self.rows.branch[own].long(), steps - 1)
                 columns = prefix + trunk + branches * steps
             assert columns <= self.rows.most_columns

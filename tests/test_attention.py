@@ -208,7 +208,13 @@ def test_a_branch_is_the_same_bits_in_any_company(
         one = slice(sequence, sequence + 1)
         columns = [*range(int(mask.prefix[sequence] + mask.trunk[sequence])), *mask.path[row].tolist()]
         alone = FanOutMask(
-            mask.prefix[one], mask.trunk[one], torch.tensor([1]), mask.fork[row, None], torch.tensor([0]), depth
+            mask.prefix[one],
+            mask.trunk[one],
+            torch.tensor([1]),
+            torch.tensor([1]),
+            mask.fork[row, None],
+            torch.tensor([0]),
+            depth,
         )
         table = [case.tables[sequence][column] for column in columns]
         single = replace(case, query=case.query[row, None], rows=[1], tables=[table], mask=alone)
@@ -353,7 +359,7 @@ def test_a_block_table_that_is_too_short_is_refused(way: Way) -> None:
         (lambda rows, tables, mask: ([0, 0], tables, mask), "rows: needs counts of 0 or more and at least one row"),
         (lambda rows, tables, mask: ([3, -1], tables, mask), "rows: needs counts of 0 or more"),
         (lambda rows, tables, mask: ([2, 2], tables, mask), "mask.fork: needs an int64 tensor of shape .4."),
-        (lambda rows, tables, mask: ([2, 1], tables, mask), "mask.branches: every branch is one row"),
+        (lambda rows, tables, mask: ([2, 1], tables, mask), "mask.rows: needs .2, 1. like rows"),
         (
             lambda rows, tables, mask: (rows, [[0, 1, 9], tables[1]], mask),
             r"block_tables.0.: holds block 9, but the pool",

@@ -14,7 +14,7 @@ from harness import Pair
 from oracles import assert_lossless_over_texts
 from saguaro.engines.scripted import ScriptedEngine, markov_table
 from saguaro.orchestrator.drafters.backups import backup_drafter
-from saguaro.orchestrator.drafters.base import Drafter, Trunk
+from saguaro.orchestrator.drafters.base import Drafter, Guess, Trunk
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.drafters.ngram import NgramDrafter
 from saguaro.orchestrator.drafters.random_tokens import RandomDrafter
@@ -51,7 +51,7 @@ def drafter(name: Backup, rule: Rule = "coupled") -> Drafter:
 def after_miss(found: Drafter, text: Sequence[int], **options: int) -> tuple[int, ...]:
     missing = row(text, **options)
     found.catch_up([missing])
-    [[speculation]] = found.draft([Trunk.decided(missing)], [[Outcome(0, text[-1])]])
+    [[speculation]] = found.draft([Trunk.decided(missing)], [[Guess(Outcome(0, text[-1]))]])
     return speculation.tokens
 
 
@@ -73,11 +73,11 @@ def test_contract(name: Backup, rule: Rule) -> None:
             one.catch_up([asked])
             [guessed] = one.predict([trunk], [fan_out])
             for k, count in enumerate(fan_out.counts):
-                bonus = [outcome.bonus for outcome in guessed if outcome.accepted == k]
+                bonus = [guess.outcome.bonus for guess in guessed if guess.outcome.accepted == k]
                 assert len(bonus) == len(set(bonus)) <= count
                 assert k == len(sent) or sent[k] not in bonus  # it cannot be the bonus token there
                 assert all(0 <= token < 5 for token in bonus)
-            assert [outcome.accepted for outcome in guessed] == sorted(outcome.accepted for outcome in guessed)
+            assert [g.outcome.accepted for g in guessed] == sorted(g.outcome.accepted for g in guessed)
             [drafted] = one.draft([trunk], [guessed])
             assert len(drafted) == len(guessed)
             for speculation in drafted:
@@ -95,7 +95,7 @@ def test_what_may_happen_and_what_happened_are_drafted_alike(name: Backup) -> No
     may.catch_up([row(text)])
     trunk = Trunk.under_verification(row(text), Speculation(sent))
     may.predict([trunk], [FanOut((1, 1, 1))])
-    [prepared] = may.draft([trunk], [[Outcome(0, 3), Outcome(1, 3), Outcome(2, 2)]])
+    [prepared] = may.draft([trunk], [[Guess(Outcome(0, 3)), Guess(Outcome(1, 3)), Guess(Outcome(2, 2))]])
     for accepted, bonus, speculation in zip(range(3), (3, 3, 2), prepared):
         assert after_miss(drafter(name), [*text, *sent[:accepted], bonus]) == speculation.tokens
 
@@ -128,9 +128,12 @@ def test_lookup_guesses_longer_matches_first() -> None:
     found = NgramDrafter(TokenMemory(200, BLOCK))
     asked = row([1, 2, 7, 9, 2, 8, 1, 2])
     [guessed] = found.predict([Trunk.under_verification(asked, Speculation((5,)))], [FanOut((3, 1))])
-    assert guessed == [Outcome(0, 7), Outcome(0, 8)]  # after (1, 2), then after 2; nothing ever followed 5
+    assert guessed == [
+        Guess(Outcome(0, 7)),
+        Guess(Outcome(0, 8)),
+    ]  # after (1, 2), then after 2; nothing ever followed 5
     [guessed] = found.predict([Trunk.under_verification(asked, Speculation((7,)))], [FanOut((3, 1))])
-    assert guessed == [Outcome(0, 8), Outcome(1, 9)]
+    assert guessed == [Guess(Outcome(0, 8)), Guess(Outcome(1, 9))]
 
 
 # Suffixes

@@ -38,19 +38,27 @@ class Trunk:
         return Trunk(row, row.length - 2, (), happened=True)
 
 
+@dataclass(frozen=True)
+class Guess:
+    """An outcome to draft for, and how likely it is as far as the drafter can say. 1: it has happened, or it cannot."""
+
+    outcome: Outcome
+    probability: float = 1.0
+
+
 class Drafter(Protocol):
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
         """Make the draft's state valid for all but the last token of each row."""
         ...
 
-    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
+    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Guess]]:
         """The likeliest outcomes of each trunk: F_k guesses, or fewer if it has no more, for every acceptance length k,
-        in order of k, best first.
+        in order of k, best first. A drafter that says how likely they are may spread the ΣF_k guesses otherwise.
 
         The token sent for verification at row k is never a guess there: it cannot be the bonus token (paper, 4.1.1).
         """
         ...
 
-    def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
-        """A speculation of at most `row.lookahead` tokens for every outcome (outcomes of a trunk in order of k)."""
+    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
+        """A speculation of at most `row.lookahead` tokens for every guess (those of a trunk in order of k)."""
         ...

@@ -14,7 +14,7 @@ from saguaro.engines.trtllm import Ask, ExecutorSession, Reply
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.drafters.base import Trunk
+from saguaro.orchestrator.drafters.base import Guess, Trunk
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Speculation
@@ -49,7 +49,7 @@ class ExecutorDrafter:
         for row in rows:
             self.memory.store(row, row.tokens[:-1])
 
-    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
+    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Guess]]:
         wanted: list[tuple[int, int, int]] = []  # trunk, acceptance length, guesses
         for index, (trunk, fan_out) in enumerate(zip(trunks, fan_outs, strict=True)):
             self.memory.store(trunk.row, trunk.row.tokens + trunk.draft_tokens)
@@ -57,7 +57,7 @@ class ExecutorDrafter:
         replies = self._run(
             [Ask([*self._prefix(trunks[i]), *trunks[i].draft_tokens[:k]], 1, logits=True) for i, k, _ in wanted]
         )
-        outcomes: list[list[Outcome]] = [[] for _ in trunks]
+        guesses: list[list[Guess]] = [[] for _ in trunks]
         for (index, k, count), reply in zip(wanted, replies, strict=True):
             if reply is None or reply.logits is None:
                 continue
@@ -69,23 +69,23 @@ class ExecutorDrafter:
                 logits, [sampling.Query(trunk.row.request, context, tails, count + 1)], "ratio"
             )
             sent = trunk.draft_tokens[k] if k < len(trunk.draft_tokens) else None
-            outcomes[index].extend(Outcome(k, token) for token in candidates.guesses(0, count, sent))
-        return outcomes
+            guesses[index].extend(Guess(Outcome(k, token)) for token in candidates.guesses(0, count, sent))
+        return guesses
 
-    def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
+    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
         asks = [
             Ask(
-                [*self._prefix(trunk), *trunk.draft_tokens[: outcome.accepted], outcome.bonus],
+                [*self._prefix(trunk), *trunk.draft_tokens[: guess.outcome.accepted], guess.outcome.bonus],
                 trunk.row.lookahead,
                 repetition_penalty=trunk.row.request.params.repetition_penalty,
             )
-            for trunk, guessed in zip(trunks, outcomes, strict=True)
-            for outcome in guessed
+            for trunk, guessed in zip(trunks, guesses, strict=True)
+            for guess in guessed
         ]
         replies = iter(self._run(asks))
         return [
             [Speculation(reply.tokens) if (reply := next(replies)) else Speculation() for _ in guessed]
-            for guessed in outcomes
+            for guessed in guesses
         ]
 
     def _prefix(self, trunk: Trunk) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from saguaro.orchestrator.drafters.base import Trunk
+from saguaro.orchestrator.drafters.base import Guess, Trunk
 from saguaro.orchestrator.drafters.token_memory import Text, TokenMemory
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Speculation
@@ -32,25 +32,26 @@ class TextDrafter(ABC):
         for row in rows:
             self.memory.store(row, row.tokens[:-1])
 
-    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Outcome]]:
-        outcomes: list[list[Outcome]] = []
+    def predict(self, trunks: Sequence[Trunk], fan_outs: Sequence[FanOut]) -> list[list[Guess]]:
+        guesses: list[list[Guess]] = []
         for trunk, fan_out in zip(trunks, fan_outs, strict=True):
             self.memory.store(trunk.row, trunk.row.tokens + trunk.draft_tokens)
             text = self._text(trunk)
-            found: list[Outcome] = []
+            found: list[Guess] = []
             for k, count in enumerate(fan_out.counts):
                 sent = trunk.draft_tokens[k] if k < len(trunk.draft_tokens) else None
                 if count:
                     tokens = self.guesses(trunk.row, _joined(text, trunk.draft_tokens[:k]), count, sent)
-                    found.extend(Outcome(k, token) for token in tokens)
-            outcomes.append(found)
-        return outcomes
+                    found.extend(Guess(Outcome(k, token)) for token in tokens)
+            guesses.append(found)
+        return guesses
 
-    def draft(self, trunks: Sequence[Trunk], outcomes: Sequence[Sequence[Outcome]]) -> list[list[Speculation]]:
+    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
         speculations: list[list[Speculation]] = []
-        for trunk, guessed in zip(trunks, outcomes, strict=True):
+        for trunk, guessed in zip(trunks, guesses, strict=True):
             text = self._text(trunk)
-            tails = [[*trunk.draft_tokens[: outcome.accepted], outcome.bonus] for outcome in guessed]
+            outcomes = [guess.outcome for guess in guessed]
+            tails = [[*trunk.draft_tokens[: outcome.accepted], outcome.bonus] for outcome in outcomes]
             count = trunk.row.lookahead
             speculations.append(
                 [Speculation(tuple(self.continuation(trunk.row, _joined(text, tail), count))) for tail in tails]
