@@ -209,7 +209,8 @@ class FanOutSteps:
 
     def keep(self, rows: Sequence[int]) -> FanOutSteps:
         """The same steps for some of the rows, in rising order: the columns of the other branches stay as they are."""
-        kept, index, mask = copy(self), torch.tensor(rows, dtype=torch.int64), self._mask
+        kept, mask = copy(self), self._mask
+        index = torch.tensor(rows, dtype=torch.int64)
         counts = mask.sequence[index].bincount(minlength=len(self._rows))
         kept._rows = tuple(counts.tolist())
         kept._slots = torch.stack(self._slots)[:, index].unbind()

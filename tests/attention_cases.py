@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,9 +58,18 @@ class Case:
         return error - (2 * plain + 1e-5 * float(truth.abs().max()))
 
 
-def fan_out_case(counts: list[tuple[int, ...]], prefixes: list[int], depth: int, **options: object) -> Case:
+def fan_out_case(
+    counts: list[tuple[int, ...]],
+    prefixes: list[int],
+    depth: int,
+    *,
+    kept: Sequence[int] | None = None,
+    **options: object,
+) -> Case:
+    """`kept`: the rows of branches that still grow; None: all."""
     columns = [p + len(c) + sum(c) * (depth + 1) for c, p in zip(counts, prefixes)]
-    return make_case([sum(c) for c in counts], columns, mask_of(counts, prefixes, depth), **options)
+    mask = mask_of(counts, prefixes, depth, kept)
+    return make_case(mask.rows.tolist(), columns, mask, **options)
 
 
 def causal_case(sequences: list[tuple[int, int]], **options: object) -> Case:
@@ -111,7 +121,8 @@ def make_case(
 
 
 def random_case(seed: int, *, options: bool = True, **fixed: object) -> Case:
-    """Any batch there is: fan-outs with unequal and zero counts, or trunks; K of 1 to 16, prefixes of 0 to 257.
+    """Any batch there is: fan-outs with unequal and zero counts, whole or thinned, or trunks; K of 1 to 16, prefixes of
+    0 to 257.
 
     With `options` some have a window or a soft cap.
     """
@@ -139,4 +150,6 @@ def random_case(seed: int, *, options: bool = True, **fixed: object) -> Case:
         counts.append(tuple(guesses))
     if not any(map(sum, counts)):
         counts[0] = (0,) * lookaheads[0] + (1,)
-    return fan_out_case(counts, prefixes, choose.randint(0, min(lookaheads)), **chosen | fixed)
+    depth, rows = choose.randint(0, min(lookaheads)), range(sum(map(sum, counts)))
+    kept = sorted(choose.sample(rows, choose.randint(1, len(rows)))) if choose.random() < 0.3 else None
+    return fan_out_case(counts, prefixes, depth, kept=kept, **chosen | fixed)

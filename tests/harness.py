@@ -99,6 +99,7 @@ class Pair:
     backup: Backup = "primary"
     others: Rows[Backup] = ()  # that a setting may name
     min_confidence: float = 0.0
+    least_probability: float | None = None
     stop_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 10_000
     tokenizer: Tokenizer | None = None  # for stop strings
@@ -141,6 +142,7 @@ class Pair:
             width=self.width,
             cache_aware=self.cache_aware,
             min_confidence=self.min_confidence,
+            least_probability=self.least_probability,
             grammars=self.draft_grammars,
             timeline=timeline,
         )

@@ -98,6 +98,18 @@ def test_fan_out_equals_the_definition(
     way.check(case)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.lists(st.tuples(COUNTS, st.integers(0, 7)), min_size=1, max_size=3), st.integers(0, 3), OPTIONS)
+def test_branches_that_grow_no_more_have_no_rows(
+    way: Way, data: st.DataObject, cases: list[tuple[tuple[int, ...], int]], depth: int, options: dict
+) -> None:
+    """Nor is anything read from their columns, which hold NaN here."""
+    counts, prefixes = [counts for counts, _ in cases], [prefix for _, prefix in cases]
+    kept = [row for row in range(sum(map(sum, counts))) if data.draw(st.booleans())]
+    if kept:
+        way.check(fan_out_case(counts, prefixes, depth, kept=kept, **options))
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=4), OPTIONS)
 def test_causal_prefill_and_decode_rows_equal_the_definition(

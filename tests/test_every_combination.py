@@ -20,6 +20,7 @@ from test_round import DRAFT, TARGET, params, prompts, scripted
 BACKUPS: tuple[Backup | Auto, ...] = ("auto", "primary", "defer", "ngram", "suffix", "random", "none")
 SCALES = (1.0, 0.5, 0.05)  # C: off, in between, nearly nothing left of what is guessed
 LEAST = (0.0, 0.45)  # min_confidence
+RANKED = (None, 0.0, 0.1)  # least_probability of what is prepared; None: the policy's lists
 
 
 def roles(backup: Backup | Auto, replicas: int, **options: Any) -> Pair:
@@ -68,11 +69,20 @@ def test_nothing_is_left_out() -> None:
     replicas=st.integers(1, 3),
     scale=st.sampled_from(SCALES),
     least=st.sampled_from(LEAST),
+    ranked=st.sampled_from(RANKED),
 )
 def test_coupled_emits_plain_decodings_tokens(
-    backup: Backup | Auto, requests: list[tuple], k: int, budget: int, replicas: int, scale: float, least: float
+    backup: Backup | Auto,
+    requests: list[tuple],
+    k: int,
+    budget: int,
+    replicas: int,
+    scale: float,
+    least: float,
+    ranked: float | None,
 ) -> None:
-    pair = roles(backup, replicas, lookahead=k, budget=budget, cache_aware=scale, min_confidence=least)
+    options = {"cache_aware": scale, "min_confidence": least, "least_probability": ranked}
+    pair = roles(backup, replicas, lookahead=k, budget=budget, **options)
     sequences = [pair.sequence(prompt, p) for p, prompt in requests]
     plain = [Pair(scripted(TARGET), scripted(DRAFT)).run(prompt, p, "ar") for p, prompt in requests]
     assert finish(pair, sequences, backup, budget) == plain
@@ -87,9 +97,8 @@ def test_ratio_keeps_the_targets_law(backup: Backup | Auto) -> None:
     batch = 14
     ways = list(zip(SCALES * 2, LEAST * 3, (1, 2, 3, 3, 1, 2)))  # each C with and without early ends
     for number, (scale, least, replicas) in enumerate(ways):
-        pair = roles(
-            backup, replicas, rule="ratio", lookahead=2, budget=3, width=4, cache_aware=scale, min_confidence=least
-        )
+        options = {"cache_aware": scale, "min_confidence": least, "least_probability": RANKED[number % 3]}
+        pair = roles(backup, replicas, rule="ratio", lookahead=2, budget=3, width=4, **options)
         seeds = range(number * batch, (number + 1) * batch)
         sequences = [pair.sequence([0, 4, 0], SamplingParams(max_tokens=3, seed=seed)) for seed in seeds]
         seen.update(tuple(tokens[1:]) for tokens in finish(pair, sequences, backup, 3, number))

@@ -129,6 +129,25 @@ def test_impossible_counts_are_refused(counts: tuple[int, ...]) -> None:
         FanOut(counts)
 
 
+@settings(deadline=None)
+@given(st.data(), CASES)
+def test_kept_rows_are_what_they_were(data: st.DataObject, cases: list[tuple[tuple[int, ...], int]]) -> None:
+    fan_outs, prefixes = [FanOut(counts) for counts, _ in cases], [prefix for _, prefix in cases]
+    rows = sum(fan_out.branches for fan_out in fan_outs)
+    kept = [row for row in range(rows) if data.draw(st.booleans())]
+    steps = FanOutSteps(fan_outs, prefixes, [range(100) for _ in cases], 1, range(1, 4))
+    fewer, tokens = steps.keep(kept), torch.arange(rows)
+    for depth in (3, 1):
+        every, some = steps.batch(tokens, depth), fewer.batch(tokens[kept], depth)
+        for name in ("token_ids", "positions", "slots"):
+            assert torch.equal(getattr(some, name), getattr(every, name)[kept])
+        assert some.fan_out is not None
+        assert every.fan_out is not None
+        assert torch.equal(some.fan_out.dense(100), every.fan_out.dense(100)[kept])
+        assert some.rows == tuple(some.fan_out.rows.tolist())
+        assert some.logit_rows.tolist() == list(range(len(kept)))
+
+
 def test_a_block_table_without_room_for_the_branches_is_refused() -> None:
     """Two sequences: the first one's rows must not reach into the second one's blocks."""
     fan_outs, prefixes = [FanOut((1, 2)), FanOut((1,))], [5, 3]  # 13 columns, and 6

@@ -367,8 +367,8 @@ def test_a_round_of_many_decides_as_each_alone(seed, count, rule):
 
 
 @settings(untimed, max_examples=40)
-@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from(["coupled", "ratio"]), st.booleans())
-def test_what_is_proposed_to_many_is_proposed_to_each_alone(seed, count, rule, confidence):
+@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from(["coupled", "ratio"]), st.booleans(), st.booleans())
+def test_what_is_proposed_to_many_is_proposed_to_each_alone(seed, count, rule, confidence, weights):
     generator = np.random.default_rng(seed)
     queries, tables = [], []
     for index in range(count):
@@ -379,13 +379,17 @@ def test_what_is_proposed_to_many_is_proposed_to_each_alone(seed, count, rule, c
         first = bool(generator.random() < 0.5)
         queries.append(Query(drawn, context, tails, int(generator.integers(2, 9)), allowed, first))
         tables.append(random_logits(3, 23, seed + index))
-    together = propose_all(torch.cat(tables), queries, rule, confidence=confidence)
+    asked = {"confidence": confidence, "weights": weights}
+    together = propose_all(torch.cat(tables), queries, rule, **asked)
     for found, table, query in zip(together, tables, queries, strict=True):
-        (alone,) = propose_all(table, [query], rule, confidence=confidence)
+        (alone,) = propose_all(table, [query], rule, **asked)
         assert found.ids.tolist() == alone.ids.tolist()
-        (ranked,) = propose_all(table, [replace(query, first=False)], rule, confidence=confidence)
+        (ranked,) = propose_all(table, [replace(query, first=False)], rule, **asked)
         assert found.ids[:, 0].tolist() == ranked.ids[:, 0].tolist()
-        for name in ("probs", "confidence"):
+        assert weights or found.weights is None
+        if found.weights is not None:
+            assert np.array_equal(found.weights[:, 0], ranked.weights[:, 0])
+        for name in ("probs", "confidence", "weights"):
             mine, own = getattr(found, name), getattr(alone, name)
             assert (mine is None) == (own is None)
             assert mine is None or np.array_equal(mine, own)

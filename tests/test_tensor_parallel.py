@@ -22,7 +22,7 @@ import ranks
 from conftest import check_nothing_left, leftovers, on_two_ranks, rank_pid
 from saguaro.build.driver import build
 from saguaro.build.recipe import Recipe, Tiny
-from saguaro.engines.base import ForwardBatch, causal_batch, fan_out_batch
+from saguaro.engines.base import FanOutSteps, ForwardBatch, causal_batch
 from saguaro.engines.tensor_parallel import pack_batch, unpack_batch
 from saguaro.errors import LaunchError
 from saguaro.llm import LLM, build_engines
@@ -128,7 +128,14 @@ def test_a_fan_out_batch_arrives_as_it_was_sent(data: st.DataObject) -> None:
     rows = sum(fan_out.branches for fan_out in fan_outs)
     tokens = torch.tensor(data.draw(st.lists(ids, min_size=rows, max_size=rows)))
     prefixes = [data.draw(st.integers(0, 9)) for _ in fan_outs]
-    assert_survives(fan_out_batch(tokens, fan_outs, prefixes, [list(range(60))] * len(fan_outs), depth, 1))
+    tables = [list(range(60))] * len(fan_outs)
+    steps = FanOutSteps(fan_outs, prefixes, tables, 1, range(depth, depth + 1))
+    assert_survives(steps.batch(tokens, depth))
+    kept = [row for row in range(rows) if data.draw(st.booleans())]
+    batch = steps.keep(kept).batch(tokens[kept], depth)
+    assert_survives(batch)
+    assert batch.fan_out is not None
+    assert torch.equal(unpack_batch(*pack_batch(batch)).fan_out.sequence, batch.fan_out.sequence)  # type: ignore[union-attr]
 
 
 # Deployments ----------------------------------------------------------------------------------------------------------
