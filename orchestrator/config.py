@@ -136,6 +136,11 @@ class FanOutConfig:
         _check(0 < self.miss_exponent <= 10, "miss_exponent", self.miss_exponent, "above 0 and at most 10")
 
     @property
+    def ranked_from(self) -> float | None:
+        """The least probability of what is prepared; None: lists are followed."""
+        return self.least_probability if self.policy == "ranked" else None
+
+    @property
     def written(self) -> Callable[[int, bool], FanOut] | None:
         """The hand-written list by lookahead, after a hit or not; None without one."""
         if self.counts is None:

@@ -86,8 +86,9 @@ class Levels:
             labels=["accepted"],
         )
         policy, setting = speculation.policy(Estimators(speculation.prior)), self.control.latest
-        for accepted, count in enumerate(policy(setting.budget, setting.lookahead, Situation()).counts):
-            fan_out.add_metric([str(accepted)], count)
+        if speculation.fan_out.ranked_from is None:  # else they are others in every round
+            for accepted, count in enumerate(policy(setting.budget, setting.lookahead, Situation()).counts):
+                fan_out.add_metric([str(accepted)], count)
         yield fan_out
         wanted = self.config.replicas
         yield GaugeMetricFamily("saguaro_draft_wanted", "Replicas of the draft; 0 without speculation", wanted)

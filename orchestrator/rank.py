@@ -210,7 +210,7 @@ def _lead(role: str, plan: LaunchPlan, runtime: Path, engine: Engine) -> None:
             width=speculation.width,
             cache_aware=speculation.cache_aware,
             min_confidence=speculation.min_confidence,
-            least_probability=speculation.fan_out.least_probability if speculation.fan_out.policy == "ranked" else None,
+            least_probability=speculation.fan_out.ranked_from,
             timeline=timeline,
             grammars=grammars,
         )

@@ -207,6 +207,7 @@ class RoundControl:
             overhead=pace.overhead,
             written=self._config.fan_out.written,
             replicas=len(self._present) or self._replicas,
+            least_probability=self._config.fan_out.ranked_from or 0.0,
             prepared=of["hit"],
             backups=backups,
             in_turn=in_turn,

@@ -37,6 +37,7 @@ class Outlook:
     overhead: float = 0.0  # seconds that the speculator works in a round beside its steps
     written: Callable[[int, bool], FanOut] | None = None  # the list by lookahead, after a hit or not, if it is fixed
     replicas: int = 1  # of the draft, which share out branches and misses; times are those of the slowest
+    least_probability: float = 0.0  # of what is prepared at all, where guesses are ranked
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def predict(outlook: Outlook, setting: Setting, batch: int) -> Prediction:
 
 def prepare_seconds(outlook: Outlook, batch: int, lookahead: int, budget: int) -> float:
     """The trunks in one forward, then all branches of a replica, a token at a time."""
-    branches = lookahead * outlook.draft(batch * math.ceil(budget / outlook.replicas)) if budget else 0.0
+    rows = [budget] * lookahead if outlook.least_probability == 0 else _growing(outlook, lookahead, budget)
+    branches = sum(outlook.draft(batch * math.ceil(count / outlook.replicas)) for count in rows if count)
     return outlook.overhead + outlook.trunk(batch * (lookahead + 1)) + branches
 
 
@@ -186,14 +188,29 @@ def _hit_rate(outlook: Outlook, acceptance: Sequence[float], budget: int, hit: b
 
 
 def _hit_rates(outlook: Outlook, acceptance: Sequence[float], budget: int) -> NDArray[np.float64]:
-    """[budget + 1] The best hit rate of each budget: the greatest gains of a guess, wherever they are.
+    """[budget + 1] The best hit rate of each budget.
 
-    Exact where a second guess gains no more than the first (1 - c >= c (1 - 2^-r)); elsewhere a little too high.
+    Exact where a second guess gains no more than the first (1 - c >= c (1 - 2^-r)); elsewhere a little too high. Of
+    guesses that are ranked anew in every round it says what a fixed list would do: they hit more often.
     """
+    gains = _gains(outlook, acceptance, budget)
+    return np.concatenate([[0.0], np.where(gains >= outlook.least_probability, gains, 0).cumsum()])
+
+
+def _gains(outlook: Outlook, acceptance: Sequence[float], budget: int) -> NDArray[np.float64]:
+    """[budget] The greatest gains of a guess, wherever they are."""
     weights = np.array(analysis.outcome_weights(acceptance))
     rejected, accepted = (np.diff(curve.hits(budget)) for curve in (outlook.rejected, outlook.accepted))
     gains = np.concatenate([np.outer(weights[:-1], rejected).ravel(), weights[-1] * accepted])
-    return np.concatenate([[0.0], np.sort(gains)[::-1].cumsum()[:budget]])
+    return np.sort(gains)[::-1][:budget]
+
+
+def _growing(outlook: Outlook, lookahead: int, budget: int) -> list[int]:
+    """Branches that get a token at each depth: while they are as likely to be needed as the least that is prepared."""
+    acceptance = outlook.prepared[:lookahead]
+    reached = np.cumprod([1.0, *acceptance])[:lookahead, None] * _gains(outlook, acceptance, budget)
+    growing: list[int] = (reached >= outlook.least_probability).sum(1).tolist()
+    return growing
 
 
 def _per_second(tokens: float, seconds: float) -> float:

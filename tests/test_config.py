@@ -51,7 +51,7 @@ def test_shipped_deployments_load_and_name_shipped_recipes(name: str) -> None:
         ),
         (
             MINIMAL + DRAFT + "speculation:\n  fan_out:\n    policy: geometrical\n",
-            r"policy: must be one of uniform, geometric, auto.*did you mean geometric\?",
+            r"policy: must be one of uniform, geometric, auto, ranked.*did you mean geometric\?",
         ),
         (MINIMAL + DRAFT + "speculation:\n  fan_out:\n    acceptance: 2\n", "acceptance must be between 0 and 1"),
         (MINIMAL + DRAFT + "speculation:\n  backup: ngramm\n", r"backup: must be one of .*did you mean ngram\?"),

@@ -134,6 +134,17 @@ def test_the_best_setting_is_that_of_all_settings(mode: Mode, row: float, a: flo
             assert chosen.t_p <= 1
 
 
+def test_branches_that_are_hardly_needed_take_no_time() -> None:
+    """a = 0.5, K = 2: weights .5, .25, .25, a guess hits with .6, then .13 more."""
+    figures = replace(outlook(a=0.5, step=0.1, row=1.0, curve=MissCurve(0.4, 0.6)), least_probability=0.06)
+    second = 0.4 * (1 - 2**-0.6)
+    gains = [0.3, 0.15, 0.15, 0.5 * second, 0.25 * second, 0.25 * second]
+    assert predict(figures, Setting("ssd", 2, 6, "primary"), 1).p_hit == pytest.approx(sum(gains[:4]))
+    # A trunk of three rows, four guesses that are likely enough, and three of these that grow.
+    assert prepare_seconds(figures, 1, 2, 6) == pytest.approx(0.1 * (3 + 4 + 3))
+    assert prepare_seconds(replace(figures, least_probability=0.0), 1, 2, 6) == pytest.approx(0.1 * (3 + 6 + 6))
+
+
 def test_a_faster_draft_has_a_longer_lookahead_and_a_larger_budget() -> None:
     choices = Choices(range(1, 17), [1, 2, 4, 8, 16, 32, 64], ["primary"])
     chosen = [best(outlook(step=step, row=0.05), choices, "ssd", 1).setting for step in (0.4, 0.1, 0.02)]
