@@ -91,7 +91,7 @@ def _line(stats: RequestStats) -> str:
         ("hit rate {:.2f}", stats.hit_rate),
         ("E_hit {:.2f}", stats.e_hit),
         ("E_miss {:.2f}", stats.e_miss),
-        ("T_p {:.2f}", stats.t_p if stats.mode == "ssd" else None),
+        ("T_p {:.2f}", stats.t_p),
         ("wait {:.0f} ms", stats.wait_ms),
         ("verify {:.0f} ms", stats.verify_ms),
         ("first token {:.0f} ms", stats.ttft_ms),
