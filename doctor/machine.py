@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def installed(package: str) -> str | None:
 
 def _compiler() -> Check:
     if found := find_compiler():
-        return Check("C++ compiler", "ok", found)
+        return Check("C++ compiler", "ok", shlex.join(found))
     return Check("C++ compiler", "warning", "not found", "for dtype int4: apt-get install g++, or name one in $CXX")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -368,6 +369,41 @@ def test_a_kernel_is_compiled_once_for_its_source_and_flags(
     monkeypatch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, "-DOTHER"))
     cpp.load("answer")
     assert len(kept(tmp_path)) == 3
+
+
+def test_a_compiler_may_have_arguments(kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c++ 1").symlink_to(cpp.find_compiler()[0])  # type: ignore[index]
+    kernel.write_text('extern "C" int answer() { return ANSWER; }\n')
+    for answer in (1, 2):  # of the arguments, too, there is a library each
+        monkeypatch.setenv("CXX", f"'{tmp_path}/c++ 1' -g -DANSWER={answer}")
+        assert cpp.load("answer").answer() == answer
+    assert len(kept(tmp_path)) == 2
+    monkeypatch.setenv("CXX", "'c++")
+    with pytest.raises(EngineError, match=r"no compiler here \('c\+\+\)"):
+        cpp.load("answer")
+
+
+def test_libraries_that_nobody_has_loaded_for_long_are_removed(
+    kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are not: they may be of another release, or of another machine that shares the folder."""
+    libraries = []
+    for options in (["-DA"], ["-DB"], ["-DC"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, *options))
+            libraries.append(Path(cpp.load("answer")._name))
+    other = libraries[0].with_name("answers-0.so")
+    other.touch()
+    for library in (*libraries, other):
+        os.utime(library, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, "-DB"))
+        loaded = cpp.load("answer")
+    assert {other.name, *(path.name for path in libraries)} == set(kept(tmp_path))  # only a new one makes old ones go
+    new = Path(cpp.load("answer")._name)
+    assert {other.name, libraries[1].name, new.name} == set(kept(tmp_path))
+    libraries[1].unlink()
+    assert loaded.answer() == 42  # whoever has it keeps it
 
 
 @pytest.mark.usefixtures("kernel")
