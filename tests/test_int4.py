@@ -324,6 +324,22 @@ def test_logits_are_hugging_face_s_over_the_rounded_numbers(family: str) -> None
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+def test_a_layer_in_which_one_product_is_another_s_is_computed_piece_by_piece(name: str) -> None:
+    """As in a tensor-parallel group, in which the ranks add their parts up."""
+
+    parent, _, child = name.partition(".")
+    ids, logits = tokens(20, VOCAB), []
+    for wrapped in (False, True):
+        model = tiny_model("qwen2")
+        compute_in_float32(model, int4.quantise_linears)
+        if wrapped:
+            part = getattr(model.model.layers[1], parent)
+            setattr(part, child, nn.Sequential(getattr(part, child)))
+        logits.append(feed(pytorch(model), ids, wanted=20))
+    assert (logits[0] - logits[1]).norm() < 0.02 * logits[0].norm()
+
+
 def test_an_engine_is_quantised_when_loaded(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tie_word_embeddings": True}
     save_engine(tiny_model("qwen2", torch.bfloat16, **options), tmp_path, dtype="int4")
