@@ -26,10 +26,8 @@ from saguaro.orchestrator.types import MODES, Mode, SamplingParams
 
 Placement = Literal["own", "all"]
 PLACEMENTS: tuple[Placement, ...] = ("own", "all")
-_IDLE = "saguaro_speculator_idle_seconds_total"
 _DRAFTED = "saguaro_draft_tokens_total"
 _ACCEPTED = "saguaro_accepted_tokens_total"
-_FAN_OUT = "saguaro_fan_out"
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Figures:
     verify_ms: float | None
     wait_ms: float | None
     idle_ms: float | None  # of the speculator, per round
-    branches: float | None  # prepared for a sequence in a round: ΣF_k of the list in force after a hit
+    branches: float | None  # mean number prepared for a sequence in a round
 
 
 @dataclass(frozen=True)
@@ -161,19 +159,13 @@ def _runs(
             llm = llms[setting.placement]
             before = _counters(llm)
             results = _batch(plan, setting, llm, plan.prompts[kind], repeat)
-            after = _counters(llm)
-            counted = after - before
-            idle = counted[_IDLE, ""] / max(1, max(result.stats.rounds for result in results)) * 1e3
+            counted = _counters(llm) - before
             places = [str(place + 1) for place in range(setting.lookahead)]
             yield SpeedRun(
                 kind,
                 repeat,
                 setting,
-                replace(
-                    _figures(results, devices[setting.mode]),
-                    idle_ms=idle if setting.mode != "ar" else None,
-                    branches=after[_FAN_OUT, ""] if setting.mode == "ssd" else None,
-                ),
+                _figures(results, devices[setting.mode]),
                 tuple(tuple(result.token_ids) for result in results),
                 tuple(result.stats.near_ties for result in results),
                 tuple(int(counted[_DRAFTED, place]) for place in places),
@@ -197,13 +189,12 @@ def _batch(
 
 
 def _counters(llm: LLM) -> Counter[tuple[str, str]]:
-    """By name and place in the speculation: seconds the speculator has been idle, draft tokens verified and accepted;
-    and ΣF_k, the list in force."""
+    """Draft tokens verified and accepted, by name and place in the speculation."""
     counted: Counter[tuple[str, str]] = Counter()
     for family in text_string_to_metric_families(llm.metrics()):
         for sample in family.samples:
-            if sample.name in (_IDLE, _FAN_OUT, _DRAFTED, _ACCEPTED):
-                counted[sample.name, sample.labels.get("position", "")] += sample.value  # type: ignore[assignment]
+            if sample.name in (_DRAFTED, _ACCEPTED):
+                counted[sample.name, sample.labels["position"]] += sample.value  # type: ignore[assignment]
     return counted
 
 
@@ -226,12 +217,12 @@ def _figures(results: Sequence[Result], devices: int) -> Figures:
         p_hit=mean(s.hit_rate for s in stats),
         e_hit=mean(s.e_hit for s in stats),
         e_miss=mean(s.e_miss for s in stats),
-        t_p=mean(s.t_p if s.mode == "ssd" else None for s in stats),
+        t_p=mean(s.t_p for s in stats),
         t_b=mean(s.t_b for s in stats),
         verify_ms=mean(s.verify_ms for s in stats),
         wait_ms=mean(s.wait_ms for s in stats),
-        idle_ms=None,
-        branches=None,
+        idle_ms=mean(s.idle_ms for s in stats),
+        branches=mean(s.branches for s in stats),
     )
 
 

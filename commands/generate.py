@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from saguaro.commands import decoding
 from saguaro.commands.options import Subparsers, command
-from saguaro.errors import SaguaroError
+from saguaro.errors import ConfigError, SaguaroError
 
 if TYPE_CHECKING:
     from saguaro.llm import LLM, Result
@@ -34,7 +34,7 @@ def add(commands: Subparsers) -> None:
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
     generate.add_argument("--trace", metavar="FILE", help="write a Chrome trace: the overlap of both roles can be seen")
     generate.add_argument("--echo", action="store_true", help="begin with the prompt")
-    generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; with --json a list of as many")
+    generate.add_argument("--n", type=int, default=1, metavar="N", help="answers; more than one as a list, with --json")
     generate.add_argument("--priority", type=int, default=0, metavar="N", help="lower goes first (default 0)")
     generate.add_argument("--timeout", type=float, metavar="S", help="end after this many seconds with what there is")
     generate.add_argument(
@@ -47,6 +47,7 @@ def add(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from saguaro.orchestrator.metrics import chrome_trace
 
+    _check(arguments)
     params = decoding.sampling(arguments)
     prompt = arguments.prompt if arguments.raw else [{"role": "user", "content": arguments.prompt}]
     order: dict[str, Any] = {"priority": arguments.priority, "timeout_s": arguments.timeout}
@@ -61,15 +62,34 @@ def run(arguments: argparse.Namespace) -> None:
             answers = [_as_json(result) for result in results]
             print(json.dumps(answers[0] if arguments.n == 1 else answers))
         else:
-            many = replace(params, n=arguments.n)
-            for chunk in llm.stream(prompt, many, trace=arguments.trace is not None, echo=arguments.echo, **order):
+            for chunk in llm.stream(prompt, params, trace=arguments.trace is not None, echo=arguments.echo, **order):
                 print(chunk.text, end="", flush=True)
             if chunk.stats is None:
                 raise SaguaroError("the stream ended without its figures")
             spans = chunk.spans
-            print(f"\n\n{_line(chunk.stats)}", file=sys.stderr)
+            print(flush=True)
+            print(f"\n{_line(chunk.stats)}", file=sys.stderr)
     if arguments.trace is not None:
         Path(arguments.trace).write_text(json.dumps(chrome_trace(spans)))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Before anything is loaded. Raises ConfigError for options that have no effect together, or cannot have theirs."""
+    if arguments.n > 1 and not arguments.json:
+        raise ConfigError(f"--n {arguments.n}: more than one answer needs --json, which prints a list of them")
+    if arguments.logprobs is not None and not arguments.json:
+        raise ConfigError("--logprobs needs --json, which prints them")
+    alone = {"--n": arguments.n > 1, "--echo": arguments.echo, "--trace": arguments.trace is not None}
+    if arguments.compare and any(alone.values()):
+        given = " and ".join(option for option, there in alone.items() if there)
+        raise ConfigError(f"--compare runs the prompt once in each mode and takes no {given}: leave one of them out")
+    if arguments.trace is not None:
+        try:
+            Path(arguments.trace).open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"--trace {arguments.trace} cannot be written ({error.strerror}): name another"
+            ) from error
 
 
 def _as_json(result: Result) -> dict[str, object]:
@@ -91,7 +111,7 @@ def _line(stats: RequestStats) -> str:
         ("hit rate {:.2f}", stats.hit_rate),
         ("E_hit {:.2f}", stats.e_hit),
         ("E_miss {:.2f}", stats.e_miss),
-        ("T_p {:.2f}", stats.t_p if stats.mode == "ssd" else None),
+        ("T_p {:.2f}", stats.t_p),
         ("wait {:.0f} ms", stats.wait_ms),
         ("verify {:.0f} ms", stats.verify_ms),
         ("first token {:.0f} ms", stats.ttft_ms),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def installed(package: str) -> str | None:
 
 def _compiler() -> Check:
     if found := find_compiler():
-        return Check("C++ compiler", "ok", found)
+        return Check("C++ compiler", "ok", shlex.join(found))
     return Check("C++ compiler", "warning", "not found", "for dtype int4: apt-get install g++, or name one in $CXX")
 
 
@@ -110,8 +111,10 @@ def mpi(find: Callable[[], Mpi] = find_mpi) -> list[Check]:
     try:
         loaded = _library(found)
     except (OSError, subprocess.SubprocessError) as error:
-        words = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
-        return [*checks, Check("mpi4py", "problem", f"a rank cannot load it: {''.join(words)}", _REINSTALL)]
+        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        if lines and lines[0].startswith(_MPIEXEC_SAYS):  # it has not come to the rank, and begins with the reason
+            return [Check("mpiexec", "problem", f"{found.mpiexec} cannot start a rank: {lines[0]}")]
+        return [*checks, Check("mpi4py", "problem", f"a rank cannot load it: {''.join(lines[-1:])}", _REINSTALL)]
     if not loaded.startswith(vendor):
         return [*checks, Check("mpi4py", "problem", f"loads {loaded}, which that mpiexec does not start", _REINSTALL)]
     checks.append(Check("mpi4py", "ok", f"loads {loaded}"))
@@ -120,6 +123,7 @@ def mpi(find: Callable[[], Mpi] = find_mpi) -> list[Check]:
     return [*checks, _joins(found)]
 
 
+_MPIEXEC_SAYS = ("[mpiexec@", "[proxy:")  # MPICH's
 _REINSTALL = (
     "install mpi4py for the MPI whose mpiexec is used (pip install --force-reinstall --no-binary mpi4py mpi4py)"
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -58,9 +58,10 @@ class Report:
         return "\n".join(lines)
 
 
-def _lines(checks: Iterable[Check]) -> list[str]:
+def _lines(checks: Sequence[Check]) -> list[str]:
+    width = max([20, *(len(check.name) + 1 for check in checks)])
     return [
-        f"  {check.level:8} {check.name + ':':20} {check.found}{f' -> {check.remedy}' if check.remedy else ''}"
+        f"  {check.level:8} {check.name + ':':{width}} {check.found}{f' -> {check.remedy}' if check.remedy else ''}"
         for check in checks
     ]
 

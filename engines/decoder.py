@@ -98,11 +98,8 @@ class _Int4Layer(_Layer):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
-        attention, mlp = layer.self_attn, layer.mlp
         self._norms = [Norm.of(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        self._products: list[Callable[..., Tensor]] = [
-            linear.product for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        ]
+        self._products: list[Callable[..., Tensor]] = [linear.product for linear in _linears(layer)]
 
     def _project(self, hidden: Tensor) -> Tensor:
         return self._products[0](hidden, norm=self._norms[0])
@@ -115,8 +112,23 @@ class _Int4Layer(_Layer):
 
 
 def _is_int4(layer: Any) -> bool:
-    """Whether all of a layer's products are, and its activation is the one that the kernel knows."""
-    return isinstance(layer.mlp.down_proj, Int4Linear) and isinstance(layer.mlp.act_fn, SiLUActivation)
+    """Whether all of a layer's products are, and its activation is the one that the kernel knows.
+
+    In a tensor-parallel group they are not: what ranks add up is no product of one of them. `_Layer` does for any.
+    """
+    in_int4 = all(isinstance(linear, Int4Linear) for linear in _linears(layer))
+    return in_int4 and isinstance(layer.mlp.act_fn, SiLUActivation)
+
+
+def _linears(layer: Any) -> list[Any]:
+    """In the order in which they are computed; None for layers that `replace_linears` has not put together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        getattr(attention, "qkv_proj", None),
+        attention.o_proj,
+        getattr(mlp, "gate_up_proj", None),
+        mlp.down_proj,
+    ]
 
 
 def _side_by_side(parent: Any, name: str) -> Callable[[Tensor], Tensor]:

@@ -122,7 +122,8 @@ class PytorchEngine:
         modules = list(model.modules())
         in_int4 = any(isinstance(module, int4.Int4Linear) for module in modules)
         # In int4 a row is computed by itself as it is: by kernels of our own, and by norms that sum rows one by one.
-        self._fix_rows = deterministic and not in_int4
+        # But in which order the parts of several ranks are added up depends on its place.
+        self._fix_rows = deterministic and (group is not None or not in_int4)
         self._step = _CppStep if in_int4 else _Step
         self._plan_attention = plan_cpp if in_int4 else _planner(self._device, deterministic)
         self._cuda = cuda

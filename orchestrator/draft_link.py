@@ -28,7 +28,7 @@ from saguaro.orchestrator.protocol import (
 from saguaro.orchestrator.types import Backup
 
 _log = logging.getLogger(__name__)
-NO_ANSWER = Answer((), (), 0)
+NO_ANSWER = Answer((), (), 0, 0)
 
 
 @dataclass

@@ -107,6 +107,7 @@ class DraftLinks:
             tuple(rows.values()),
             tuple(chain.from_iterable(_of(replica, given.spans) for replica, given in answers.items())),
             sum(answer.branches for answer in answers.values()),
+            max((answer.sequences for answer in answers.values()), default=0),  # they share out each one's
             tuple(chain.from_iterable(_of(replica, given.steps) for replica, given in answers.items())),
             # All see the same outcomes: one stands for all.
             next((answer.report for answer in answers.values() if answer.report), None),

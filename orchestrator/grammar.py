@@ -6,6 +6,7 @@ matching is llguidance's; here it is compiled, remembered and walked along specu
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -128,6 +129,8 @@ def _source(params: SamplingParams) -> tuple[str, str] | None:
     if params.json_schema is not None:
         schema = params.json_schema
         try:
+            if isinstance(schema, str):
+                json.loads(schema)  # the library would name a place in what it has put around the schema
             return "json_schema", LLMatcher.grammar_from_json_schema(schema)
         except ValueError as error:
             raise ConfigError(f"json_schema cannot be used: {_one_line(str(error))}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saguaro.orchestrator.protocol import Span, Step
 
@@ -64,6 +65,8 @@ class RequestStats:
     t_p: float | None  # preparing a round's branches, in units of one verification
     t_b: float | None  # drafting after a miss, in the same units
     wait_ms: float | None  # mean time the verifier waited for the speculator in a round
+    idle_ms: float | None  # mean time in a round in which no speculator had anything to do
+    branches: float | None  # mean number prepared for a sequence of its batch in a round
     verify_ms: float | None  # mean time of a verification
     ttft_ms: float | None  # from submission to the first token
     draft_tokens: int  # verified
@@ -76,28 +79,43 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(data) / len(data) if data else None
 
 
-def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: int, last: int) -> RequestStats:
+class RoundWork(NamedTuple):
+    """What both roles did in a round."""
+
+    spans: Rows[Span]
+    branches: float | None = None  # prepared for a sequence in a round, since the speculator's last answer
+
+
+def busiest(spans: Iterable[Span]) -> float | None:
+    """Seconds of work of the speculator that has worked most, by the answers in a round's spans; None without any."""
+    worked: defaultdict[int, float] = defaultdict(float)  # by replica
+    for span in spans:
+        if span.name in ("prepare", "backup"):
+            worked[span.replica] += _seconds(span)
+    return max(worked.values(), default=None)
+
+
+def request_stats(sequence: Sequence, work: Rows[RoundWork], submitted: int, first: int, last: int) -> RequestStats:
     """The figures of a finished sequence. Its first round is the prefill, which emits the first token.
 
-    Times are in nanoseconds; `first` and `last` are those of the first and the last token. `spans` are those of the
-    rounds it took part in, from both roles, prefill left out.
+    Times are in nanoseconds; `first` and `last` are those of the first and the last token. `work` is that of the rounds
+    it took part in, prefill left out.
     """
     rounds = sequence.rounds
     decoding = rounds[1:]
-    seconds = {
-        name: [(span.end - span.start) / 1e9 for span in spans if span.name == name]
-        for name in ("verify", "wait", "prepare", "backup")
-    }
-    verify = _mean(seconds["verify"])
+    looked_up = [r for r in decoding if r.hit is not None and r.mode == "ssd"]  # sd prepares nothing to find
+    spans = list(chain.from_iterable(each.spans for each in work))
+    verify = _mean(_named("verify", spans))
+    wait = _mean(_named("wait", spans))
+    prepare, idle, branches = _beside(work)
 
-    def in_verifications(name: str) -> float | None:
-        mean = _mean(seconds[name])
+    def in_verifications(seconds: Rows[float]) -> float | None:
+        mean = _mean(seconds)
         return mean / verify if mean is not None and verify else None
 
     tokens = sum(record.tokens for record in decoding)
     elapsed = (last - first) / 1e9
-    wait = _mean(seconds["wait"])
-    looked_up = [r for r in decoding if r.hit is not None and r.mode == "ssd"]  # sd prepares nothing to find
+    idling = _mean(idle)
     return RequestStats(
         mode=Counter(record.mode for record in rounds).most_common(1)[0][0] if rounds else sequence.mode,
         rounds=len(rounds),
@@ -107,9 +125,11 @@ def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: 
         hit_rate=_mean(float(bool(record.hit)) for record in looked_up),
         e_hit=_mean(record.tokens for record in looked_up if record.hit),
         e_miss=_mean(record.tokens for record in looked_up if not record.hit),
-        t_p=in_verifications("prepare"),
-        t_b=in_verifications("backup"),
+        t_p=in_verifications(prepare) if looked_up else None,
+        t_b=in_verifications(_named("backup", spans)),
         wait_ms=wait * 1e3 if wait is not None else None,
+        idle_ms=idling * 1e3 if idling is not None else None,
+        branches=_mean(branches),
         verify_ms=verify * 1e3 if verify is not None else None,
         ttft_ms=(first - submitted) / 1e6,
         draft_tokens=sum(record.drafted for record in rounds),
@@ -118,6 +138,43 @@ def request_stats(sequence: Sequence, spans: Rows[Span], submitted: int, first: 
             position - sequence.request.prompt_length for position in sequence.near_ties if position < sequence.length
         ),
     )
+
+
+def _beside(work: Iterable[RoundWork]) -> tuple[list[float], list[float], list[float]]:
+    """By each answer but the first, what the speculator did since the one before: seconds it prepared, seconds it
+    idled, branches for a sequence.
+
+    The first answer is left out because it also tells of what came before: a prompt, and the last round of a request
+    that had ended.
+    """
+    prepare: list[float] = []
+    idle: list[float] = []
+    branches: list[float] = []
+    passed: float | None = None  # since the last answer
+    for spans, prepared in work:
+        waited, worked = sum(_named("wait", spans)), busiest(spans)
+        if passed is not None:
+            passed += waited
+        if worked is not None:
+            if passed is not None:
+                prepare += _named("prepare", spans)
+                idle.append(max(0.0, passed - worked))
+                if prepared is not None:
+                    branches.append(prepared)
+            passed = 0.0
+        if passed is not None:
+            passed += sum(_named("verify", spans))
+    return prepare, idle, branches
+
+
+def _named(name: str, spans: Iterable[Span]) -> list[float]:
+    """Seconds of each span of that name."""
+    return [_seconds(span) for span in spans if span.name == name]
+
+
+def _seconds(span: Span) -> float:
+    # A speculator is not trusted with anything that could stop the service.
+    return max(0, span.end - span.start) / 1e9
 
 
 _ROLES = {"verify": 1, "wait": 1, "prepare": 2, "backup": 2}  # and what each of them does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ def load_tokenizer(engine: Path) -> Any:
     """The tokenizer of an engine directory, with its chat template: its tokenizer.json as every other part reads it.
 
     Not transformers' AutoTokenizer: that imports torch, which costs seconds and 200 MB in processes that only encode.
+    It knows no longest text: a prompt that is too long is the service's to refuse, and not to be warned of first.
     """
-    return PreTrainedTokenizerFast.from_pretrained(engine, local_files_only=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(engine, local_files_only=True)
+    tokenizer.model_max_length = sys.maxsize
+    return tokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -16,7 +16,7 @@ import msgspec
 from saguaro.errors import ConfigError, ProtocolError
 from saguaro.orchestrator.types import Backup, Outcome, RequestSampling, Speculation
 
-VERSION = 6
+VERSION = 7
 MAX_PAYLOAD = 64 * 2**20
 _MAGIC = b"SGRO"
 _HEADER = struct.Struct("<4sHHQQI")  # magic, version, kind, round, deployment, payload bytes
@@ -139,6 +139,7 @@ class Answer(Part, frozen=True):
     rows: tuple[AnswerRow, ...]
     spans: tuple[Span, ...]
     branches: int  # prepared since then
+    sequences: int  # that these were for, each counted once a round
     steps: tuple[Step, ...] = ()  # of the draft, prompts left out
     report: Report | None = None  # now and then
 

@@ -24,8 +24,8 @@ from saguaro.orchestrator.config import DeploymentConfig
 from saguaro.orchestrator.draft_link import DraftLink
 from saguaro.orchestrator.grammar import Grammars, GrammarState, has_grammar
 from saguaro.orchestrator.kv_blocks import BlockPool
-from saguaro.orchestrator.metrics import request_stats
-from saguaro.orchestrator.protocol import Span, Step
+from saguaro.orchestrator.metrics import RoundWork, request_stats
+from saguaro.orchestrator.protocol import Step
 from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.sequence import Sequence
@@ -75,7 +75,7 @@ class _Request:
     started: int = 0  # its first round, in ns
     first: int = 0  # its first tokens
     last: int = 0  # its latest tokens
-    spans: list[Span] = field(default_factory=list)
+    work: list[RoundWork] = field(default_factory=list)  # of each round after that of its first tokens
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,14 @@ class Service:
         latest, self._unpublished = self._unpublished, None
         self._verifier.target.settle()
         events: defaultdict[bytes, list[Event]] = defaultdict(list)  # by client
+        work = RoundWork(latest.result.spans, latest.result.branches)
         for sequence, tokens in zip(latest.batch, latest.result.tokens, strict=True):
             request = self._requests[sequence.id]
             if not request.started:
                 request.started = latest.start
                 self._telemetry.started((latest.start - request.submitted) / 1e9)
             if request.first:
-                request.spans.extend(latest.result.spans)
+                request.work.append(work)
             if tokens:
                 since = request.last or request.submitted
                 self._telemetry.emitted(len(tokens), (latest.end - since) / 1e9, first=not request.first)
@@ -222,8 +223,8 @@ class Service:
     def _finish(self, request: _Request, tokens: list[int], now: int) -> Tokens:
         """Forget a request that has ended; what its client is to be told."""
         sequence = request.sequence
-        stats = request_stats(sequence, request.spans, request.submitted, request.first or now, now)
-        spans = request.spans if request.trace else []
+        stats = request_stats(sequence, request.work, request.submitted, request.first or now, now)
+        spans = [span for round_ in request.work for span in round_.spans] if request.trace else []
         self._drop(request)
         logprobs = _latest(sequence, tokens)
         return Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs)

@@ -93,7 +93,7 @@ class Speculator:
         self._prepared: dict[int, _Prepared] = {}  # by sequence, of the last round
         self._cache = SpeculationCache()
         self._timeline = timeline or Timeline()  # the drafter adds its steps to it
-        self._branches = 0  # prepared since the last answer
+        self._branches = self._sequences = 0  # prepared since the last answer, and for how many, round by round
         channel.send(encode(Message(0, 0, hello)))
 
     def run(self) -> None:
@@ -127,9 +127,14 @@ class Speculator:
             answers = self._answer(asked, backup, body.backup == "defer", body.others or len(asked) < len(rows))
             timeline = self._timeline
             reply = Answer(
-                tuple(answers), timeline.drain(), self._branches, timeline.drain_steps(), self._perhaps_report()
+                tuple(answers),
+                timeline.drain(),
+                self._branches,
+                self._sequences,
+                timeline.drain_steps(),
+                self._perhaps_report(),
             )
-            self._branches = 0
+            self._branches = self._sequences = 0
             self._channel.send(encode(Message(number, deployment, reply)))
         if asked and self._replicas > 1:
             self._open = number, rows
@@ -232,6 +237,7 @@ class Speculator:
         late, happened = _decided([row for row in deferred if self._is_home(row)])
         prepared = self._drafter.draft([*trunks, *late], [*share, *happened])
         self._branches += sum(map(len, share))
+        self._sequences += sum(map(bool, outcomes))
         self._cache.put_all(
             (trunk.row.sequence, guess.outcome, speculation)
             for trunk, guessed, drafted in zip([*trunks, *late], [*share, *happened], prepared, strict=True)

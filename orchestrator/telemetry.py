@@ -19,6 +19,7 @@ from saguaro.orchestrator.estimates import Estimates
 from saguaro.orchestrator.histogram import Histogram
 from saguaro.orchestrator.kv_blocks import BlockPool
 from saguaro.orchestrator.levels import Levels
+from saguaro.orchestrator.metrics import busiest
 from saguaro.orchestrator.round_control import RoundControl
 from saguaro.orchestrator.scheduler import Scheduler
 from saguaro.orchestrator.sequence import Sequence
@@ -202,7 +203,6 @@ class Telemetry:
         rounds took in that time and the speculator did not work, it was idle. In rounds that ask it nothing it is idle
         from the second one on; the first may still see it work ahead."""
         verifying = 0.0
-        worked: dict[int, float] = defaultdict(float)  # by replica of the draft, if it has answered
         for span in result.spans:
             if span.name not in self._spans:
                 continue  # a speculator is not trusted with anything that could stop the service
@@ -212,10 +212,9 @@ class Telemetry:
                 verifying = seconds
             elif span.name == "wait":
                 self._unaccounted += seconds
-            else:
-                worked[span.replica] += seconds
-        if worked:
-            self._idle.inc(max(0.0, self._unaccounted - max(worked.values())))
+        worked = busiest(result.spans)
+        if worked is not None:
+            self._idle.inc(max(0.0, self._unaccounted - worked))
             self._unaccounted = 0.0
         if result.asked or self._asked:
             self._unaccounted += verifying

@@ -37,6 +37,7 @@ class RoundResult:
     settled: bool = True  # nor was the draft catching up, or not to be asked
     asked: bool = True  # it was given something to do
     steps: tuple[Step, ...] = ()  # of the draft, since its last answer
+    branches: float | None = None  # mean number prepared for a sequence in a round, since then; None: for nobody
     report: Report | None = None
 
 
@@ -99,6 +100,7 @@ class Verifier:
             asked=bool(asked),
             settled=self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values())),
             steps=answer.steps,
+            branches=answer.branches / answer.sequences if answer.sequences > 0 else None,
             report=answer.report,
         )
 

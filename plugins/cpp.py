@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +35,7 @@ _FLAGS = (
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
+_KEPT_DAYS = 30
 
 
 @cache
@@ -49,11 +53,14 @@ def load(kernel: str) -> ctypes.CDLL:
             "$CXX may name it), or build the engine with another dtype."
         )
     # All that the result depends on: the macros tell the compiler's version and what this CPU can do.
-    macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)
-    key = hashlib.sha256("\0".join([source.read_text("utf-8"), *_FLAGS, macros]).encode()).hexdigest()[:16]
-    library = cache_folder() / "kernels" / f"{kernel}-{key}.so"
+    macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], kernel)
+    parts = [source.read_text("utf-8"), *compiler[1:], *_FLAGS, macros]
+    library = cache_folder() / "kernels" / f"{kernel}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    with suppress(OSError):  # missing, or of a folder that is not ours to write to
+        os.utime(library)  # it is in use: see _remove_unused
     if not library.exists():
         _compile(compiler, source, library)
+        _remove_unused(library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -63,25 +70,43 @@ def load(kernel: str) -> ctypes.CDLL:
         ) from error
 
 
-def find_compiler() -> str | None:
-    """The compiler that would be used: $CXX if that is set, else the first of the usual names."""
-    named = os.environ.get("CXX")
-    return next((path for name in ([named] if named else _COMPILERS) if (path := shutil.which(name))), None)
+def find_compiler() -> list[str] | None:
+    """The command of the compiler that would be used: $CXX with its arguments if set, else the first of the usual."""
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:
+        return None  # a quotation without an end names nothing
+    commands = [named] if named else [[name] for name in _COMPILERS]
+    return next(([path, *arguments] for name, *arguments in commands if (path := shutil.which(name))), None)
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def _compile(compiler: list[str], source: Path, library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         # Aside, then renamed: whoever compiles the same at the same time never sees half a library.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            _run([compiler, *_FLAGS, str(source), "-o", str(made)], source.stem)
+            _run([*compiler, *_FLAGS, str(source), "-o", str(made)], source.stem)
             made.rename(library)
     except OSError as error:
         raise EngineError(
             f"the kernel {source.stem} cannot be kept in {library.parent} ({error.strerror}). Make room there, or name "
             "another folder in $XDG_CACHE_HOME."
         ) from error
+
+
+def _remove_unused(library: Path) -> None:
+    """Remove this kernel's libraries that nobody has loaded for long, now that there is one more.
+
+    Those of other sources, flags or CPUs are not superseded: another release, or another machine, may share the folder.
+    A process that has loaded a library keeps it when its file is gone, and who misses one compiles it again.
+    """
+    kernel = library.name.rpartition("-")[0]
+    oldest = time.time() - _KEPT_DAYS * 24 * 3600
+    for other in library.parent.glob(f"{kernel}-*.so"):
+        with suppress(OSError):  # gone already, or not ours to remove
+            if other.stat().st_mtime < oldest:
+                other.unlink()
 
 
 def _run(command: list[str], kernel: str) -> str:

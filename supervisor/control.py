@@ -45,10 +45,9 @@ def status(name: str | None) -> RunState:
 
 def describe(state: RunState) -> str:
     """A few lines for people."""
-    minutes = (time.time() - state.since) / 60
     mode = f"{state.mode} ({state.mode_reason})" if state.mode_reason else state.mode or "-"
     lines = [
-        f"{state.name}: {state.status}, mode {mode}, process {state.pid}, up {minutes:.0f} min",
+        f"{state.name}: {state.status}, mode {mode}, process {state.pid}, up {_duration(time.time() - state.since)}",
         *(
             f"  {name:10} {part.state:10} {f'pid {part.pid}' if part.pid else '':12} restarts {part.restarts}"
             f"{'  ' + part.detail if part.detail else ''}"
@@ -57,6 +56,13 @@ def describe(state: RunState) -> str:
         *(f"  {what:14} {address}" for what, address in state.addresses.items()),
     ]
     return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 24 * 3600), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def stop(name: str | None, *, now: bool) -> str:

@@ -16,8 +16,9 @@ from torch import Tensor
 import replays
 from harness import Pair
 from saguaro.build.shards import ShardPlan
+from saguaro.engines import int4
 from saguaro.engines.base import Engine, ForwardBatch, ForwardOutput, causal_batch, fan_out_batch
-from saguaro.engines.pytorch import PytorchEngine
+from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
 from saguaro.engines.tensor_parallel import TensorParallel, follow, join_shares, share_of
 from saguaro.errors import EngineError, LinkError
 from saguaro.orchestrator.types import SamplingParams
@@ -99,7 +100,7 @@ def alone(case: Case) -> list[Tensor]:
     return scenario(_engine(case.model(), None))
 
 
-def compute_reduced(rank: int, size: int, folder: Path) -> None:
+def compute_engine(rank: int, size: int, folder: Path) -> None:
     """The logits of the engine directory in the folder, split over the ranks, into `logits.pt`."""
     group = meet(rank, size, folder)
     engine = PytorchEngine.load(folder / "engine", block_size=BLOCK, num_blocks=BLOCKS, group=group)
@@ -168,10 +169,21 @@ def _share(whole: Any, group: TensorParallel) -> Any:
 
 def compute_deterministic(rank: int, size: int, folder: Path) -> None:
     """What a deterministic group computed differently in some company than alone, into `different.pt`."""
+    _compute_deterministic(rank, size, folder, Case("", "qwen2", torch.float32).model(), lambda share: None)
+
+
+def compute_deterministic_in_int4(rank: int, size: int, folder: Path) -> None:
+    """The same, in int4."""
+    model = Case("", "qwen2", torch.bfloat16, {"intermediate_size": 256}).model()
+    _compute_deterministic(rank, size, folder, model, lambda share: compute_in_float32(share, int4.quantise_linears))
+
+
+def _compute_deterministic(rank: int, size: int, folder: Path, model: Any, convert: Callable[[Any], None]) -> None:
     group = meet(rank, size, folder)
-    case = Case("", "qwen2", torch.float32)
+    share = _share(model, group)
+    convert(share)
     engine = PytorchEngine(
-        _share(case.model(), group),
+        share,
         vocab_size=VOCAB,
         max_model_len=MAX_LEN,
         block_size=replays.BLOCK,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -76,10 +78,38 @@ def test_generate_streams_then_says_one_line(
     config = read_deployment(find_deployment("tiny"))
     assert _with_overrides(config, "sd", None).speculation == replace(config.speculation, mode="sd")
     said = capsys.readouterr()
-    assert said.out
+    assert said.out.endswith("\n")
     line = said.err.strip().splitlines()[-1]
     assert line.startswith("[ssd] ")  # the mode of the deployment that all tests share
     assert "tokens/s, acceptance length" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--n", "2"], "--n 2: more than one answer needs --json"),
+        (["--logprobs", "1"], "--logprobs needs --json"),
+        (["--compare", "--echo", "--trace", "x"], "--compare .* takes no --echo and --trace"),
+        (["--trace", "/no/folder"], "--trace /no/folder cannot be written .No such file"),
+    ],
+)
+def test_options_that_would_be_in_vain_are_refused_before_anything_is_loaded(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(decoding, "start")
+    assert cli.main(["generate", *options, "hello"]) == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("running")
+def test_a_prompt_that_is_too_long_is_one_error_and_no_warning_before_it(
+    llm: LLM, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm._tokenizer, "deprecation_warnings", {})  # each is said once
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert cli.main(["generate", "--raw", "hello " * 600]) == 1
+    assert "tokens and the context holds 512" in capsys.readouterr().err
+    assert not caplog.records
 
 
 @pytest.mark.usefixtures("running")

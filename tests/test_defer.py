@@ -173,7 +173,7 @@ def test_a_speculator_that_defers_what_it_must_not_is_not_followed(caplog: pytes
     def never_ready(message: Message) -> list[Message]:
         assert isinstance(message.body, Answer)
         rows = tuple(AnswerRow(row.sequence, False, None) for row in message.body.rows)
-        return [Message(message.round, message.deployment, Answer(rows, (), 0))]
+        return [Message(message.round, message.deployment, Answer(rows, (), 0, 0))]
 
     both = tampered(never_ready)
     batch = [both.sequence([0], SEEDED[0]), both.sequence([0], SEEDED[1])]

@@ -69,9 +69,13 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
 
 
 @pytest.mark.deployment
-def test_ranks_of_a_group_give_the_same_bits_in_any_company(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_ranks_of_a_group_give_the_same_bits_in_any_company(dtype: str, tmp_path: Path) -> None:
     """Sums over four ranks too: which rank's part comes first may depend on an element's place."""
-    assert ranks.run(4, ranks.compute_deterministic, tmp_path) == [0] * 4
+    if dtype == "int4":
+        require_compiler()
+    compute = ranks.compute_deterministic_in_int4 if dtype == "int4" else ranks.compute_deterministic
+    assert ranks.run(4, compute, tmp_path) == [0] * 4
     assert torch.load(tmp_path / "different.pt") == []
 
 

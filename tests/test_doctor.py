@@ -392,6 +392,10 @@ def test_an_mpi_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     broken.chmod(0o755)
     checks = machine.mpi(lambda: Mpi(str(broken), "mpich", "5"))
     assert found(checks, "mpi4py")[0][:2] == ("problem", "a rank cannot load it: libmpi.so: cannot open")
+    broken.write_text("#!/bin/sh\nprintf '[proxy:0@vm] no folder\\n[mpiexec@vm] and so on\\n' >&2\nexit 255\n")
+    (check,) = machine.mpi(lambda: Mpi(str(broken), "mpich", "5"))
+    assert (check.name, check.level) == ("mpiexec", "problem")
+    assert check.found == f"{broken} cannot start a rank: [proxy:0@vm] no folder"
     broken.write_text("#!/bin/sh\necho 'UCX ERROR of no consequence'; echo 'library: Open MPI 4.1.4'\n")
     checks = machine.mpi(lambda: Mpi(str(broken), "mpich", "5"))
     assert found(checks, "mpi4py")[0][:2] == ("problem", "loads Open MPI 4.1.4, which that mpiexec does not start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -323,6 +324,22 @@ def test_logits_are_hugging_face_s_over_the_rounded_numbers(family: str) -> None
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+def test_a_layer_in_which_one_product_is_another_s_is_computed_piece_by_piece(name: str) -> None:
+    """As in a tensor-parallel group, in which the ranks add their parts up."""
+
+    parent, _, child = name.partition(".")
+    ids, logits = tokens(20, VOCAB), []
+    for wrapped in (False, True):
+        model = tiny_model("qwen2")
+        compute_in_float32(model, int4.quantise_linears)
+        if wrapped:
+            part = getattr(model.model.layers[1], parent)
+            setattr(part, child, nn.Sequential(getattr(part, child)))
+        logits.append(feed(pytorch(model), ids, wanted=20))
+    assert (logits[0] - logits[1]).norm() < 0.02 * logits[0].norm()
+
+
 def test_an_engine_is_quantised_when_loaded(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tie_word_embeddings": True}
     save_engine(tiny_model("qwen2", torch.bfloat16, **options), tmp_path, dtype="int4")
@@ -368,6 +385,41 @@ def test_a_kernel_is_compiled_once_for_its_source_and_flags(
     monkeypatch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, "-DOTHER"))
     cpp.load("answer")
     assert len(kept(tmp_path)) == 3
+
+
+def test_a_compiler_may_have_arguments(kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c++ 1").symlink_to(cpp.find_compiler()[0])  # type: ignore[index]
+    kernel.write_text('extern "C" int answer() { return ANSWER; }\n')
+    for answer in (1, 2):  # of the arguments, too, there is a library each
+        monkeypatch.setenv("CXX", f"'{tmp_path}/c++ 1' -g -DANSWER={answer}")
+        assert cpp.load("answer").answer() == answer
+    assert len(kept(tmp_path)) == 2
+    monkeypatch.setenv("CXX", "'c++")
+    with pytest.raises(EngineError, match=r"no compiler here \('c\+\+\)"):
+        cpp.load("answer")
+
+
+def test_libraries_that_nobody_has_loaded_for_long_are_removed(
+    kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are not: they may be of another release, or of another machine that shares the folder."""
+    libraries = []
+    for options in (["-DA"], ["-DB"], ["-DC"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, *options))
+            libraries.append(Path(cpp.load("answer")._name))
+    other = libraries[0].with_name("answers-0.so")
+    other.touch()
+    for library in (*libraries, other):
+        os.utime(library, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp, "_FLAGS", (*cpp._FLAGS, "-DB"))
+        loaded = cpp.load("answer")
+    assert {other.name, *(path.name for path in libraries)} == set(kept(tmp_path))  # only a new one makes old ones go
+    new = Path(cpp.load("answer")._name)
+    assert {other.name, libraries[1].name, new.name} == set(kept(tmp_path))
+    libraries[1].unlink()
+    assert loaded.answer() == 42  # whoever has it keeps it
 
 
 @pytest.mark.usefixtures("kernel")

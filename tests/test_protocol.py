@@ -78,6 +78,7 @@ bodies = st.one_of(
             tuple
         ),
         st.integers(0, 99),
+        st.integers(0, 9),
         steps,
         st.none() | st.builds(Report, st.lists(curves, max_size=2).map(tuple), st.just({"suffix": (0.5, 0.25)})),
     ),
@@ -93,16 +94,16 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 def test_golden_bytes() -> None:
     """A change here is a change of the protocol: raise its version."""
-    header = struct.pack("<4sHHQQI", b"SGRO", 6, 4, 3, 9, 1)
+    header = struct.pack("<4sHHQQI", b"SGRO", 7, 4, 3, 9, 1)
     assert encode(Message(3, 9, Bye())) == header + b"\x90"
-    answer = Answer((AnswerRow(4, True, Speculation((1, 2))),), (), 5)
-    sits_out = Answer((AnswerRow(4, False, None),), (Span("prepare", 6, 7, (4,)),), 0)
-    assert encode(Message(1, 2, sits_out))[28:].hex() == "95919304c2c09195a77072657061726506079104000090c0"
+    answer = Answer((AnswerRow(4, True, Speculation((1, 2))),), (), 5, 2)
+    sits_out = Answer((AnswerRow(4, False, None),), (Span("prepare", 6, 7, (4,)),), 0, 0)
+    assert encode(Message(1, 2, sits_out))[28:].hex() == "96919304c2c09195a7707265706172650607910400000090c0"
     verified = encode(Message(1, 2, Verified((AnswerRow(4, False, None),))))
-    assert verified[:8].hex() == "5347524f06000500"
+    assert verified[:8].hex() == "5347524f07000500"
     assert verified[28:].hex() == "91919304c2c0"
     assert encode(Message(1, 2, answer)).hex() == (
-        "5347524f06000300010000000000000002000000000000000e00000095919304c392920102c0900590c0"
+        "5347524f07000300010000000000000002000000000000000f00000096919304c392920102c090050290c0"
     )
 
 
@@ -119,10 +120,10 @@ def test_a_row_costs_a_few_hundred_bytes_and_no_kv_crosses() -> None:
     [
         (b"SG", "shorter than its header"),
         (struct.pack("<4sHHQQI", b"HTTP", 1, 4, 0, 0, 1) + b"\x80", "not a Saguaro process"),
-        (struct.pack("<4sHHQQI", b"SGRO", 7, 4, 0, 0, 1) + b"\x80", "version 7, this side 6"),
-        (struct.pack("<4sHHQQI", b"SGRO", 6, 99, 0, 0, 1) + b"\x80", "kind 99"),
-        (struct.pack("<4sHHQQI", b"SGRO", 6, 4, 0, 0, 2**31) + b"\x80", "announces 2147483648 payload bytes"),
-        (struct.pack("<4sHHQQI", b"SGRO", 6, 2, 0, 0, 1) + b"\x80", "ROUND message cannot be read"),
+        (struct.pack("<4sHHQQI", b"SGRO", 8, 4, 0, 0, 1) + b"\x80", "version 8, this side 7"),
+        (struct.pack("<4sHHQQI", b"SGRO", 7, 99, 0, 0, 1) + b"\x80", "kind 99"),
+        (struct.pack("<4sHHQQI", b"SGRO", 7, 4, 0, 0, 2**31) + b"\x80", "announces 2147483648 payload bytes"),
+        (struct.pack("<4sHHQQI", b"SGRO", 7, 2, 0, 0, 1) + b"\x80", "ROUND message cannot be read"),
     ],
 )
 def test_what_this_version_did_not_write_is_refused(data: bytes, message: str) -> None:
@@ -147,7 +148,7 @@ def test_parameters_are_checked_when_they_arrive_too() -> None:
         row[REQUEST_FIELD] = wrong
         payload = msgspec.msgpack.encode(body)
         with pytest.raises(ProtocolError, match=why):
-            decode(struct.pack("<4sHHQQI", b"SGRO", 6, 2, 1, 1, len(payload)) + payload)
+            decode(struct.pack("<4sHHQQI", b"SGRO", 7, 2, 1, 1, len(payload)) + payload)
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ class Stats:
     t_b: float | None = None
     verify_ms: float = 10.0
     wait_ms: float | None = None
+    idle_ms: float | None = None
+    branches: float | None = None
     near_ties: tuple[int, ...] = ()
 
 
@@ -69,8 +71,8 @@ class FakeLLM:
         return [Result(Stats(mode, SPEEDS[mode, lookahead or 0]), [1, 2]) for _ in prompts]
 
     def metrics(self) -> str:
-        name = "saguaro_speculator_idle_seconds"
-        return f"# TYPE {name} counter\n{name}_total {len(self.calls) * 0.5}\n"
+        name = "saguaro_draft_tokens"
+        return f'# TYPE {name} counter\n{name}_total{{position="2"}} {len(self.calls) * 5}\n'
 
 
 def plan(**changes: Any) -> SpeedPlan:
@@ -93,9 +95,7 @@ def test_every_prompt_goes_through_every_setting_in_an_order_that_rotates() -> N
     assert len(measured) == len(runs)
     assert [call[4] for call in measured[:9:3]] == [["a"], ["c"], ["b"]]
     assert all(call[3].ignore_eos for call in measured)
-    # Idle: half a second for a call of five rounds; nobody else's.
-    assert runs[0].figures.idle_ms is None
-    assert runs[2].figures.idle_ms == pytest.approx(100.0)
+    assert [run.drafted for run in runs[:3]] == [(), (0, 5, 0, 0), (0, 5, 0, 0)]  # of its own call, not of all
     assert runs[2].figures.tokens_per_second_per_device == pytest.approx(4.0 / 5)
 
 

@@ -310,6 +310,17 @@ def test_which_deployment_is_meant(home: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(-1, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (3 * 24 * 3600, "3 days")]
+)
+def test_how_long_a_deployment_is_up(
+    seconds: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = run_of(os.getpid(), tmp_path / "one")
+    monkeypatch.setattr("time.time", lambda: state.since + seconds)
+    assert f"up {said}\n" in control.describe(state) + "\n"
+
+
 def test_the_unit_of_the_documentation_is_one(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("NOT TESTED: this machine has no systemd-analyze")

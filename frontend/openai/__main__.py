@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 stopped in good order, 1 an error said in one paragraph, 2 wrong usage."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s saguaro: %(message)s", level=logging.WARNING)
-    _log.setLevel(os.environ.get("SAGUARO_LOG_LEVEL", "WARNING"))
+    _log.setLevel(os.environ.get("SAGUARO_LOG_LEVEL", "INFO"))
     try:
         settings = Settings(
             triton=arguments.triton,

@@ -21,7 +21,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup()
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        _log.warning("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        _log.info("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         asyncio.get_running_loop().call_later(self._grace_s, self.config.app.state.endpoints.triton.end_streams)  # type: ignore[union-attr]
