@@ -50,7 +50,7 @@ class SpeedPlan:
     """What to measure. `sd_lookaheads` are tried on the first prompts; the fastest one stands for sd."""
 
     prompts: Mapping[str, tuple[str, ...]]  # by kind
-    lookahead: int  # of ssd
+    lookahead: int  # of ssd; 0: as the deployment decides from round to round
     modes: tuple[Mode, ...] = MODES
     sd_lookaheads: tuple[int, ...] = ()  # none: that of ssd
     batches: tuple[int, ...] = (1,)
@@ -160,7 +160,8 @@ def _runs(
             before = _counters(llm)
             results = _batch(plan, setting, llm, plan.prompts[kind], repeat)
             counted = _counters(llm) - before
-            places = [str(place + 1) for place in range(setting.lookahead)]
+            longest = max((int(place) for (_, place), tokens in counted.items() if tokens), default=0)
+            places = [str(place + 1) for place in range(setting.lookahead or longest)] if setting.mode != "ar" else []
             yield SpeedRun(
                 kind,
                 repeat,

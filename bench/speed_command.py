@@ -39,7 +39,7 @@ from saguaro.engines.manifest import Manifest
 from saguaro.llm import LLM, build_engines
 from saguaro.orchestrator.config import DeploymentConfig, find_deployment, read_deployment
 from saguaro.orchestrator.protocol import Span
-from saguaro.orchestrator.types import Mode
+from saguaro.orchestrator.types import Auto, Mode
 
 _PAIRS: tuple[tuple[Mode, Mode], ...] = (("ssd", "sd"), ("ssd", "ar"), ("sd", "ar"))
 _QUICK: dict[str, Any] = {"sd_lookaheads": (), "batches": (1,), "temperatures": (0.0,), "max_tokens": 16, "repeats": 1}
@@ -68,7 +68,8 @@ def bench(
     if quick:
         wanted |= _QUICK
     texts = {"prompts": read_prompts(prompts)} if prompts else prompts_by_kind(1 if quick else None)
-    plan = SpeedPlan(texts, config.speculation.max_lookahead, **wanted)
+    lookahead = config.speculation.lookahead
+    plan = SpeedPlan(texts, 0 if lookahead == "auto" else lookahead, **wanted)
     console = Console(stderr=True)
     with console.status("starting the deployment") as line:
         document, runs, spans = run_plan(config, path, store, plan, line.update)
@@ -187,7 +188,7 @@ def placed(config: DeploymentConfig, placement: Placement, plan: SpeedPlan, path
         moved = replace(part, recipe=str(recipe) if recipe.is_file() else part.recipe)
         return moved if placement == "own" else replace(moved, cores=cores, threads=len(cores))
 
-    lookahead = max(plan.lookahead, *plan.sd_lookaheads, 1)
+    lookahead: int | Auto = max(plan.lookahead, *plan.sd_lookaheads, 1) if plan.lookahead else "auto"
     return replace(
         config,
         target=model(config.target),

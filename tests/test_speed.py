@@ -23,8 +23,9 @@ from saguaro.bench.speed import (
     prompts_by_kind,
     ratios,
 )
-from saguaro.bench.speed_command import report
+from saguaro.bench.speed_command import placed, report
 from saguaro.errors import ConfigError
+from saguaro.orchestrator.config import SpeculationConfig, find_deployment, read_deployment
 from saguaro.orchestrator.types import SamplingParams
 
 EMPTY = Figures(*[None] * len(Figures.__dataclass_fields__))
@@ -97,6 +98,16 @@ def test_every_prompt_goes_through_every_setting_in_an_order_that_rotates() -> N
     assert all(call[3].ignore_eos for call in measured)
     assert [run.drafted for run in runs[:3]] == [(), (0, 5, 0, 0), (0, 5, 0, 0)]  # of its own call, not of all
     assert runs[2].figures.tokens_per_second_per_device == pytest.approx(4.0 / 5)
+
+
+def test_a_lookahead_that_the_deployment_decides_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SPEEDS, ("ssd", 0), 9.0)
+    llm = FakeLLM()
+    runs, _ = measure(plan(lookahead=0, modes=("ssd",)), {"own": llm}, DEVICES, lambda text: None)  # type: ignore[arg-type, dict-item]
+    assert {call[:2] for call in llm.calls} == {("ssd", None)}
+    assert {(run.setting.lookahead, run.drafted) for run in runs} == {(0, (0, 5))}  # as far as any was drafted
+    config = replace(read_deployment(find_deployment("tiny")), speculation=SpeculationConfig(lookahead="auto"))
+    assert placed(config, "own", plan(lookahead=0), Path()).speculation.lookahead == "auto"
 
 
 def test_sd_stands_with_its_fastest_lookahead() -> None:
