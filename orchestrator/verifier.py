@@ -71,10 +71,12 @@ class Verifier:
         round out: nothing of it changes but the time.
         """
         start = self._timeline.clock()
-        decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
         if not self.target.asynchronous:
             meanwhile()
+        # What can be done while the speculations are on their way costs no time.
+        decoding = not any(sequence.prefilling for sequence in batch)
+        settled = self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values()))
         self.target.expect(batch, [_drafted(asked.get(sequence.id)) for sequence in batch])
         answer = self._answer(asked, len(batch))
         answers = {row.sequence: row for row in answer.rows}
@@ -96,10 +98,10 @@ class Verifier:
             len(deferred),
             (self._timeline.clock() - start) / 1e9,
             decoding,
-            asked=bool(asked),
-            settled=self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values())),
-            steps=answer.steps,
-            report=answer.report,
+            settled,
+            bool(asked),
+            answer.steps,
+            answer.report,
         )
 
     def attach(self, link: DraftLink, running: Iterable[Sequence], replica: int = 0) -> None:
