@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 from tokenizers import Tokenizer
 
@@ -78,8 +79,7 @@ class _Request:
     spans: list[Span] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Round:
+class _Round(msgspec.Struct, frozen=True):
     """A round that is over; its times in nanoseconds."""
 
     batch: list[Sequence]

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from saguaro.errors import ProtocolError, SaguaroError
@@ -25,8 +25,7 @@ _log = logging.getLogger(__name__)
 _NOTHING = Speculation()
 
 
-@dataclass(frozen=True)
-class RoundResult:
+class RoundResult(msgspec.Struct, frozen=True):
     """Tokens each sequence of the batch emitted, in its order, and what the round took."""
 
     tokens: list[list[int]]
