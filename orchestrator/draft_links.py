@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -77,9 +76,12 @@ class DraftLinks:
         backup: Backup | None = None,
     ) -> bool:
         """Send a round to those `present`, in which `others` are verified too. False when nobody is there to answer."""
-        asked = [(replica, link) for replica in present if (link := self._links[replica])]
         told = tuple(present)
-        self._asked = [(replica, link) for replica, link in asked if link.ask(rows, others, told, backup)]
+        self._asked = [
+            (replica, link)
+            for replica in present
+            if (link := self._links[replica]) and link.ask(rows, others, told, backup)
+        ]
         self._rows = rows
         if self._asked:
             self._together = {replica for replica, _ in self._asked}
@@ -92,26 +94,26 @@ class DraftLinks:
         because the one that should is gone or late, is verified without a speculation like any other.
         """
         deadline = time.monotonic() + max((link.timeout for _, link in self._asked), default=0.0)
-        answers = {replica: link.answer(deadline) for replica, link in self._asked}
         rows: dict[int, AnswerRow] = {}
-        for answer in answers.values():
+        spans: list[Span] = []
+        steps: list[Step] = []
+        branches, sequences, report = 0, 0, None
+        for replica, link in self._asked:
+            answer = link.answer(deadline)
             for row in filter(usable, answer.rows):
                 rows.setdefault(row.sequence, row)
+            spans += _of(replica, answer.spans)
+            steps += _of(replica, answer.steps)
+            branches += answer.branches
+            sequences = max(sequences, answer.sequences)  # they share out each one's branches
+            report = report or answer.report  # all see the same outcomes: one stands for all
         if len(self._links) > 1:
             for asked in self._rows:
                 if not asked.prefill:
                     rows.setdefault(asked.sequence, AnswerRow(asked.sequence, False, Speculation()))
             for _, link in self._asked:
                 link.tell(tuple(rows.values()))
-        return Answer(
-            tuple(rows.values()),
-            tuple(chain.from_iterable(_of(replica, given.spans) for replica, given in answers.items())),
-            sum(answer.branches for answer in answers.values()),
-            max((answer.sequences for answer in answers.values()), default=0),  # they share out each one's
-            tuple(chain.from_iterable(_of(replica, given.steps) for replica, given in answers.items())),
-            # All see the same outcomes: one stands for all.
-            next((answer.report for answer in answers.values() if answer.report), None),
-        )
+        return Answer(tuple(rows.values()), tuple(spans), branches, sequences, tuple(steps), report)
 
     def close(self) -> None:
         for link in self._links:

@@ -7,7 +7,6 @@ payload. Nothing is unpickled; lengths are checked before anything is allocated.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -181,11 +180,12 @@ def _unpack(kind: type[Any], data: object) -> RequestSampling:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
-_DECODERS = {kind: msgspec.msgpack.Decoder(body, dec_hook=_unpack) for kind, body in _BODIES.items()}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(body, dec_hook=_unpack) for kind, body in _BODIES.items()
+}
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     round: int
     deployment: int  # identifies one start of one target group: answers to an earlier one are foreign
     body: Body
@@ -215,10 +215,11 @@ def decode(data: bytes) -> Message:
         )
     if length != len(data) - _HEADER.size:
         raise ProtocolError(f"a message announces {length} payload bytes and carries {len(data) - _HEADER.size}")
-    if number not in _BODIES:
+    decoder = _DECODERS.get(number)
+    if decoder is None:
         raise ProtocolError(f"message kind {number} is not known to protocol version {VERSION}")
     try:
-        body = _DECODERS[Kind(number)].decode(data[_HEADER.size :])
+        body = decoder.decode(data[_HEADER.size :])
     except (msgspec.MsgspecError, ConfigError) as error:
         raise ProtocolError(f"a {Kind(number).name} message cannot be read: {error}") from error
     return Message(round_number, deployment, body)

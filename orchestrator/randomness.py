@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from itertools import cycle
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +28,7 @@ _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_HALVES = np.array([[0], [32]], dtype=np.uint64)  # shifts, of which the low 32 bits of the result count
 _FEW = 12  # counters that are evaluated one by one
 _CHUNK = 16384  # counters at a time: the working set stays in the L2 cache
 
@@ -45,7 +47,8 @@ def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]
 
     Words come and go in 64-bit integers. Inside, the halves of a product are read where they lie, the low one first.
     """
-    seed = np.broadcast_to(np.asarray(seeds, dtype=np.uint64), counters.shape[1:])
+    seed = np.empty(counters.shape[1], dtype=np.uint64)
+    seed[:] = seeds
     if len(seed) <= _FEW:
         each = [_philox(*one) for one in zip(*counters.tolist(), seed.tolist(), strict=True)]
         return np.array(each, dtype=np.uint64).reshape(-1, LANES).T
@@ -56,9 +59,15 @@ def philox(counters: NDArray[np.uint64], seeds: ArrayLike) -> NDArray[np.uint64]
         own = seed[part]
         if (own == own[0]).all():
             own = own[:1]  # many counters of one seed are the rule: one key serves them all
-        for key in (np.stack([own & _WORD, own >> _HALF]) + _KEY_STEPS).astype(np.uint32):  # [2, 1 or n] each
-            halves = np.multiply(_MULTIPLIERS, even, dtype=np.uint64).view(np.uint32).reshape(2, -1, 2)[::-1]
-            even, odd = halves[..., 1] ^ odd ^ key, halves[..., 0]
+        keys = ((own >> _HALVES) + _KEY_STEPS).astype(np.uint32)  # [2, 1 or n] each
+        products = [np.empty(even.shape, dtype=np.uint64) for _ in range(2)]  # this round's, and the last one's
+        halves = [product.view(np.uint32).reshape(2, -1, 2)[::-1] for product in products]
+        places = [(product, half[..., 0], half[..., 1]) for product, half in zip(products, halves, strict=True)]
+        for key, (product, low, high) in zip(keys, cycle(places)):
+            np.multiply(_MULTIPLIERS, even, product)
+            np.bitwise_xor(high, odd, even)
+            even ^= key
+            odd = low
         words[0::2, part], words[1::2, part] = even, odd
     return words
 
@@ -97,7 +106,7 @@ def uniform(seed: int, position: int, purpose: Purpose, block: int = 0) -> float
 
 def block_bits(seeds: ArrayLike, positions: ArrayLike, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     """The 24-bit noise of whole blocks, [n, 4]: entry [i, lane] belongs to token `4 * blocks[i] + lane`."""
-    return (_words(seeds, blocks, positions, Purpose.GUMBEL).T >> (32 - NOISE_BITS)).astype(np.int64)
+    return (_words(seeds, blocks, positions, Purpose.GUMBEL).T >> (32 - NOISE_BITS)).view(np.int64)
 
 
 def noise_bits(seeds: ArrayLike, positions: ArrayLike, token_ids: ArrayLike) -> NDArray[np.int64]:

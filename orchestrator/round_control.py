@@ -54,7 +54,7 @@ class RoundControl:
         self._present: set[int] = set()  # replicas of the draft
         self._plan_anew()
         modes = MODES[: MODES.index(config.limit) + 1]
-        auto = config.mode == "auto"
+        self._auto = auto = config.mode == "auto"
         self._started = False  # until the first draft has connected nothing has run that could change
         self._modes = ModeControl(modes[::-1] if auto else (config.limit,), auto=auto, on_change=self._changed)
         self._modes.draft(False)  # none has connected yet
@@ -72,13 +72,14 @@ class RoundControl:
         return self._latest
 
     def observe(self, batch: Rows[Sequence], result: RoundResult) -> None:
-        """What the round took that was run with the latest setting: the next round's mode depends on it."""
-        if result.decoding:  # a prompt's round says nothing of what decoding takes
-            tokens = sum(map(len, result.tokens))
-            self._modes.observe(Measured(self._latest.mode, len(batch), tokens, result.seconds, result.settled))
+        """What the round took that was run with the latest setting: the next round's mode may depend on it."""
+        if self._auto:
+            self._measure(batch, result, self._latest)
 
     def learn(self, batch: Rows[Sequence], result: RoundResult, setting: Setting) -> None:
         """Acceptance, hits and times of a round that was run with `setting`. This may come while the next one runs."""
+        if not self._auto:
+            self._measure(batch, result, setting)
         self.costs.observe_draft(result.steps)
         self.report = result.report or self.report
         drafted = 0
@@ -95,6 +96,11 @@ class RoundControl:
         for span in result.spans:
             if span.name == "verify":
                 self.costs.verify.observe(len(batch) + drafted, (span.end - span.start) / 1e9)
+
+    def _measure(self, batch: Rows[Sequence], result: RoundResult, setting: Setting) -> None:
+        if result.decoding:  # a prompt's round says nothing of what decoding takes
+            tokens = sum(map(len, result.tokens))
+            self._modes.observe(Measured(setting.mode, len(batch), tokens, result.seconds, result.settled))
 
     def _learn(self, before: RoundRecord, record: RoundRecord, backup: Backup) -> None:
         if record.drafted:

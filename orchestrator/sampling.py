@@ -111,33 +111,31 @@ def choose(
         return _best(index, tokens, totals, count)
     leaders = np.concatenate([part.argmax(1) for part in _parts(scores, rows)])
     best = scores[rows, leaders].astype(np.float64)
+    possible = np.isfinite(best)
+    best = np.where(possible, best, 0)
     block, lane = np.divmod(leaders, LANES)
     leader = best + gumbel_of(block_bits(seeds, positions, block)[np.arange(count), lane])
     # Below leader - GUMBEL_MAX no noise wins, and below `near` only noise above leader - near, which few tokens have.
     near = best - _NEAR
-    slack = 1e-12 * (1 + np.abs(leader))  # more than the sums are rounded by
-    with np.errstate(invalid="ignore"):  # of a row without any finite score
-        least_bits = bits_reaching(leader - near - slack)
-        bound = leader - GUMBEL_MAX - slack
-    near, bound = (np.where(np.isfinite(best), value, np.inf) for value in (near, bound))
-    index, tokens, totals = _contenders(scores, rows, bound, near, least_bits, seeds, positions)
+    least = leader - 1e-12 * (1 + np.abs(leader))  # by more than the sums are rounded by
+    limits = np.where(possible, [least - GUMBEL_MAX, near], np.inf)
+    index, tokens, totals = _contenders(scores, rows, limits, bits_reaching(least - near), seeds, positions)
     return _best(index, tokens, totals, count)
 
 
 def _contenders(
     scores: NDArray[Any],
     rows: NDArray[np.int64],
-    bounds: NDArray[np.float64],
-    near: NDArray[np.float64],
+    limits: NDArray[np.float64],
     least_bits: NDArray[np.int64],
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """The scores [R, V] of `rows` [n] that are near, or reach their row's bound with noise that reaches its
-    `least_bits`: place of the row in `rows`, token, score + noise."""
+    `least_bits`: place of the row in `rows`, token, score + noise. `limits` [2, n] are the bounds, and what is near."""
     columns = scores.shape[1]
     blocks_of_row = -(-columns // LANES)
-    limits = np.stack([bounds, near]).astype(scores.dtype)  # rounding is monotonic: none passes a score it was below
+    limits = limits.astype(scores.dtype)  # rounding is monotonic: none passes a score it was below
     places, reaching, start = [], [], 0
     for part in _parts(scores, rows):
         flags = np.zeros((2, len(part), blocks_of_row * LANES), dtype=bool)

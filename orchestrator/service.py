@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 from tokenizers import Tokenizer
 
@@ -78,8 +79,7 @@ class _Request:
     work: list[RoundWork] = field(default_factory=list)  # of each round after that of its first tokens
 
 
-@dataclass(frozen=True)
-class _Round:
+class _Round(msgspec.Struct, frozen=True):
     """A round that is over; its times in nanoseconds."""
 
     batch: list[Sequence]
@@ -230,8 +230,9 @@ class Service:
         return Tokens(request.number, tokens, sequence.finish_reason, stats, spans, logprobs)
 
     def _forget_clients(self) -> None:
-        if self._gone:
-            self._publish()
+        if not self._gone:
+            return
+        self._publish()
         for request in [request for request in self._requests.values() if request.client in self._gone]:
             _log.info("a client is gone; its request %d is cancelled", request.sequence.id)
             self._drop(request)
@@ -297,14 +298,14 @@ class Service:
     def _take_commands(self) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
         busy = self._scheduler.running or self._scheduler.waiting
-        idle = _COMPILING_MS if self._compiling else _IDLE_MS
-        while self._socket.poll(0 if busy else idle):
+        timeout = 0 if busy else _COMPILING_MS if self._compiling else _IDLE_MS
+        while zmq.zmq_poll([(self._socket, zmq.POLLIN)], timeout):
             client, *frames = self._socket.recv_multipart()
             try:
                 self._command(client, b"".join(frames))
             except ProtocolError as error:
                 _log.warning("dropped what a client sent: %s", error)
-            busy = True
+            timeout = 0
 
     def _command(self, client: bytes, data: bytes) -> None:
         command = decode_command(data)

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from saguaro.errors import ProtocolError, SaguaroError
@@ -25,8 +25,7 @@ _log = logging.getLogger(__name__)
 _NOTHING = Speculation()
 
 
-@dataclass(frozen=True)
-class RoundResult:
+class RoundResult(msgspec.Struct, frozen=True):
     """Tokens each sequence of the batch emitted, in its order, and what the round took."""
 
     tokens: list[list[int]]
@@ -72,10 +71,12 @@ class Verifier:
         round out: nothing of it changes but the time.
         """
         start = self._timeline.clock()
-        decoding = not any(sequence.prefilling for sequence in batch)
         asked = self._ask(batch)
         if not self.target.asynchronous:
             meanwhile()
+        # What can be done while the speculations are on their way costs no time.
+        decoding = not any(sequence.prefilling for sequence in batch)
+        settled = self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values()))
         self.target.expect(batch, [_drafted(asked.get(sequence.id)) for sequence in batch])
         answer = self._answer(asked, len(batch))
         answers = {row.sequence: row for row in answer.rows}
@@ -97,11 +98,11 @@ class Verifier:
             len(deferred),
             (self._timeline.clock() - start) / 1e9,
             decoding,
-            asked=bool(asked),
-            settled=self.setting.mode == "ar" or (bool(asked) and not any(row.prefill for row in asked.values())),
-            steps=answer.steps,
-            branches=answer.branches / answer.sequences if answer.sequences > 0 else None,
-            report=answer.report,
+            settled,
+            bool(asked),
+            answer.steps,
+            answer.branches / answer.sequences if answer.sequences > 0 else None,
+            answer.report,
         )
 
     def attach(self, link: DraftLink, running: Iterable[Sequence], replica: int = 0) -> None:

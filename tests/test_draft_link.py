@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -46,8 +45,8 @@ def test_an_answer_that_comes_twice_is_applied_once_and_counted() -> None:
 
 def test_an_answer_of_another_round_or_deployment_is_dropped_and_counted() -> None:
     for change in (
-        lambda message: [dataclasses.replace(message, round=message.round - 1), message],
-        lambda message: [dataclasses.replace(message, deployment=message.deployment + 1), message],
+        lambda message: [replace(message, round=message.round - 1), message],
+        lambda message: [replace(message, deployment=message.deployment + 1), message],
     ):
         both = tampered(change)
         sequence = both.sequence([0, 1], PARAMS)
@@ -62,7 +61,7 @@ def test_an_answer_about_another_sequence_is_not_used(caplog: pytest.LogCaptureF
         if not isinstance(message.body, Answer):
             return [message]
         rows = tuple(AnswerRow(row.sequence % 2 + 1, row.hit, row.speculation) for row in message.body.rows)
-        return [dataclasses.replace(message, body=replace(message.body, rows=rows))]
+        return [replace(message, body=replace(message.body, rows=rows))]
 
     both = tampered(swap)
     asking, plain = both.sequence([0, 1], PARAMS), both.sequence([2], PARAMS, "ar")
@@ -76,7 +75,7 @@ def test_more_tokens_than_were_asked_for_are_not_used(caplog: pytest.LogCaptureF
         if not isinstance(message.body, Answer):
             return [message]
         rows = tuple(replace(row, speculation=Speculation((0,) * 9)) for row in message.body.rows)
-        return [dataclasses.replace(message, body=replace(message.body, rows=rows))]
+        return [replace(message, body=replace(message.body, rows=rows))]
 
     both = tampered(stretch)
     assert both.run([0, 1], PARAMS) == pair().run([0, 1], PARAMS, "ar")
