@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # a client needs the figures, not the leader's torch
 
 
 class _Open:
-    """A span from entering to leaving it. Rounds wait for it to begin and end, for which `contextmanager`, with its
-    generator, takes several times as long."""
+    """A span from entering to leaving it. Rounds wait for it to begin and end, for which `contextmanager` and its
+    generator take twice as long."""
 
     def __init__(self, name: str, sequences: Rows[int], clock: Callable[[], int], spans: list[Span]) -> None:
         self._name = name
