@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # a client needs the figures, not the leader's torch
     from saguaro.orchestrator.sequence import Sequence
 
 
-class _Running:
-    """A span from entering to leaving it. A class, because each round waits for several of these to begin and end: that
-    takes a generator made a context four times as long."""
+class _Open:
+    """A span from entering to leaving it. Rounds wait for it to begin and end, for which `contextmanager` and its
+    generator take twice as long."""
 
     def __init__(self, name: str, sequences: Rows[int], clock: Callable[[], int], spans: list[Span]) -> None:
         self._name = name
@@ -42,8 +42,8 @@ class Timeline:
         self._spans: list[Span] = []
         self._steps: list[Step] = []
 
-    def span(self, name: str, sequences: Rows[int] = ()) -> _Running:
-        return _Running(name, sequences, self.clock, self._spans)
+    def span(self, name: str, sequences: Rows[int] = ()) -> _Open:
+        return _Open(name, sequences, self.clock, self._spans)
 
     @contextmanager
     def step(self, rows: int, *, trunk: bool = False) -> Iterator[None]:

@@ -468,6 +468,7 @@ class _Group:
         self._trials = trials
         counts = [trial.rows for trial in trials]
         self._firsts = list(accumulate(counts[:-1], initial=0))  # row of each trial
+        self._rows = [slice(first, first + count) for first, count in zip(self._firsts, counts, strict=True)]
         if trials[0].request.params.temperature > 0:  # of every row
             self._seeds = np.repeat(np.array([trial.request.seed for trial in trials], np.uint64), counts)
             self._positions = np.array([len(trial.context) + k for trial in trials for k in range(trial.rows)])
@@ -485,7 +486,7 @@ class _Group:
         chosen: list[int] = values.argmax(1).tolist()
         best = [values.item(place) for place in enumerate(chosen)]
         check_numbers(best)
-        choices = [chosen[first : first + t.rows] for first, t in zip(self._firsts, self._trials, strict=True)]
+        choices = [chosen[rows] for rows in self._rows]
         return self._outcomes(choices, [value == -math.inf for value in best], values.shape[1])
 
     def _decide_coupled(self, scores: Scores) -> list[Outcome | ConfigError]:

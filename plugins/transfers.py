@@ -18,10 +18,10 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the host's memory, after one wait for all that the current device's stream has been given."""
-    if not any(tensor.is_cuda for tensor in tensors):
+    """Tensors of one device in the host's memory, after one wait for all that its current stream has been given."""
+    if not tensors[0].is_cuda:
         return tensors
-    copies = tuple(_copy(tensor) if tensor.is_cuda else tensor for tensor in tensors)
+    copies = tuple(map(_copy, tensors))
     # An event, because torch's check for hidden waits takes a wait for a stream for one.
     event = torch.cuda.Event()
     event.record()
