@@ -94,7 +94,9 @@ def deployment(folder: Path, speculation: SpeculationConfig, acceptance: float) 
     near, far = inproc_pair()
     estimators, timeline = Estimators(speculation.prior), Timeline()
     policy = speculation.policy(estimators)
-    drafter = ModelDrafter(draft, speculation.rule, policy, timeline=timeline)
+    drafter = ModelDrafter(
+        draft, speculation.rule, policy, least_probability=speculation.fan_out.ranked_from, timeline=timeline
+    )
     hello = Hello("", draft.vocab_size, draft.max_model_len, draft.num_blocks, 16, measure(draft) if adaptive else ())
     speculator = Speculator(drafter, far, policy, hello, estimators=estimators, timeline=timeline)
     links = iter([(0, DraftLink(near, deployment=1, timeout=30))])

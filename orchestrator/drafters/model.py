@@ -174,7 +174,8 @@ class ModelDrafter:
         Whether it does is decided by the distribution of its next token, before that is drawn: by the tokens it has,
         which stay in the speculation, and by nothing else. So its length is known before each draw, and every token in
         it has the distribution recorded with it. A branch that were ended by the *drawn* token would not be exact:
-        what is left of the tokens at that place would be only those that let it go on.
+        what is left of the tokens at that place would be only those that let it go on. (Where no draft can change what
+        is emitted, which is where candidates have weights, it may: there `least_probability` ends branches too.)
         """
         row, places = branches.trunk.row, list(enumerate(branches.growing))
         if candidates.confidence is not None:
