@@ -94,18 +94,24 @@ class Speculator:
         self._cache = SpeculationCache()
         self._timeline = timeline or Timeline()  # the drafter adds its steps to it
         self._branches = self._sequences = 0  # prepared since the last answer, and for how many, round by round
+        self._early: bytes | None = None  # what came before it was waited for
         channel.send(encode(Message(0, 0, hello)))
 
     def run(self) -> None:
         """Serve rounds until the verifier says goodbye. Raises LinkError when it is gone without one."""
         while True:
-            data = self._channel.receive(_IDLE)
+            data, self._early = self._early or self._channel.receive(_IDLE), None
             if data is None:
                 continue
             message = decode(data)
             if isinstance(message.body, Bye):
                 return
             self.take(message)
+
+    def _awaited(self) -> bool:
+        """Whether the verifier has sent something while this one works ahead: it waits now."""
+        self._early = self._early or self._channel.receive(0)
+        return self._early is not None
 
     def take(self, message: Message) -> None:
         """Do what a message of the verifier asks for."""
@@ -235,7 +241,7 @@ class Speculator:
         ]
         self._drafter.catch_up(deferred)
         late, happened = _decided([row for row in deferred if self._is_home(row)])
-        prepared = self._drafter.draft([*trunks, *late], [*share, *happened])
+        prepared = self._drafter.draft([*trunks, *late], [*share, *happened], self._awaited)
         self._branches += sum(map(len, share))
         self._sequences += sum(map(bool, outcomes))
         self._cache.put_all(

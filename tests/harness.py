@@ -77,6 +77,8 @@ class _SpeculatorEnd:
         self._channel.answer(data)
 
     def receive(self, timeout: float) -> bytes | None:
+        if timeout == 0:
+            return None  # nothing comes while it works ahead
         raise AssertionError("the pump calls the speculator, which never waits")
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scipy import stats
 
 from harness import Pair
@@ -17,7 +19,9 @@ from saguaro.orchestrator import sampling
 from saguaro.orchestrator.drafters.base import Guess, Trunk
 from saguaro.orchestrator.drafters.model import ModelDrafter
 from saguaro.orchestrator.fan_out_policy import Lists, uniform
+from saguaro.orchestrator.protocol import Bye, Hello, Message, Round, decode, encode
 from saguaro.orchestrator.randomness import gumbel
+from saguaro.orchestrator.speculator import Speculator
 from saguaro.orchestrator.types import Outcome, RequestSampling, Rule, SamplingParams, Speculation
 from saguaro.plugins.fan_out import FanOut
 from test_drafters import row
@@ -27,7 +31,7 @@ Q = np.array(DRAFT, dtype=float) / 100  # [token before, token]
 TOKENS = range(len(DRAFT))
 
 
-def ranked(least: float, rule: Rule = "coupled") -> tuple[ModelDrafter, list[int]]:
+def ranked(least: float | None, rule: Rule = "coupled") -> tuple[ModelDrafter, list[int]]:
     """A drafter, and the number of rows of each of its forwards."""
     engine, rows = scripted(DRAFT), []
     forward = engine.forward
@@ -116,6 +120,54 @@ def test_sequences_with_branches_of_different_lengths_are_drafted_as_if_alone() 
     alone = [drafter.draft([trunk], [guesses(p)])[0] for trunk, (_, p) in zip(trunks, several, strict=True)]
     assert together == alone
     assert len({len(speculation.tokens) for speculations in alone for speculation in speculations}) > 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "least", "cut"),
+    [("coupled", 1.0, 0.0, True), ("ratio", 0.0, 0.0, True), ("ratio", 1.0, 0.0, False), ("coupled", 1.0, None, False)],
+)
+def test_nothing_more_is_drafted_once_somebody_waits(
+    rule: Rule, temperature: float, least: float | None, cut: bool
+) -> None:
+    """But where a length that depends on time could bias a text, or where lists are to be followed."""
+    drafter, rows = ranked(least, rule)
+    asked = row([0, 1, 2], lookahead=4, temperature=temperature)
+    drafter.catch_up([asked])
+    trunk = Trunk.under_verification(asked, Speculation())
+    drafter.predict([trunk], [FanOut((1,))])
+    guesses = [Guess(Outcome(0, 3)), Guess(Outcome(0, 4))]
+    [whole] = drafter.draft([trunk], [guesses])
+    looks = iter([False, True])
+    del rows[:]
+    [drafted] = drafter.draft([trunk], [guesses], lambda: next(looks, True))
+    tokens = 2 if cut else 4
+    assert rows == [2] * tokens
+    assert [speculation.tokens for speculation in drafted] == [each.tokens[:tokens] for each in whole]
+
+
+def test_a_round_that_comes_early_ends_the_work_ahead_and_is_served() -> None:
+    """Once, in its turn: each of these rounds is there as soon as the one before has been answered."""
+    asked = row([0, 1, 4], lookahead=3)
+    first = Round((asked,))
+    hit = replace(asked, start=6, tokens=(4,), outcome=Outcome(3, 4))  # the draft says 4 after 4
+    waiting = deque(encode(Message(number, 7, body)) for number, body in enumerate([first, Round((hit,)), Bye()], 1))
+    sent: list[Message] = []
+
+    class Early:
+        def send(self, data: bytes) -> None:
+            sent.append(decode(data))
+
+        def receive(self, timeout: float) -> bytes | None:
+            return waiting.popleft()
+
+    drafter, _ = ranked(0.0)
+    Speculator(drafter, Early(), Lists(uniform), Hello("", 5, 80, 200, 4)).run()  # type: ignore[arg-type]
+    hello, *answers = sent
+    assert isinstance(hello.body, Hello)
+    assert [(answer.round, answer.body.rows[0].hit) for answer in answers] == [(1, False), (2, True)]  # type: ignore[union-attr]
+    lengths = [len(answer.body.rows[0].speculation.tokens) for answer in answers]  # type: ignore[union-attr]
+    assert lengths == [3, 1]  # what happened is drafted whole, what may happen as far as there was time
+    assert not waiting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])

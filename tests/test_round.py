@@ -228,10 +228,10 @@ def test_only_the_rows_that_missed_are_drafted_again() -> None:
     redrafted: list[set[int]] = []
     served: dict[int, Speculation] = {}
 
-    def draft(trunks: Any, outcomes: Any) -> Any:
+    def draft(trunks: Any, outcomes: Any, *enough: Any) -> Any:
         if all(trunk.prefix == trunk.row.length - 2 for trunk in trunks):  # what has happened, not what may happen
             redrafted.append({trunk.row.sequence for trunk in trunks})
-        return original(trunks, outcomes)
+        return original(trunks, outcomes, *enough)
 
     def remember(sequence: int, outcome: Outcome) -> Speculation | None:
         found = take(sequence, outcome)
@@ -408,8 +408,8 @@ def test_an_impossible_draft_is_not_used_and_does_no_harm(caplog: pytest.LogCapt
     drafter = both.speculator._drafter
     original, predict = drafter.draft, drafter.predict
 
-    def nonsense(trunks: Any, outcomes: Any) -> Any:
-        return [[Speculation((999,) * len(s.tokens)) for s in row] for row in original(trunks, outcomes)]
+    def nonsense(trunks: Any, outcomes: Any, *enough: Any) -> Any:
+        return [[Speculation((999,) * len(s.tokens)) for s in row] for row in original(trunks, outcomes, *enough)]
 
     drafter.draft = nonsense  # type: ignore[method-assign]
     # Fed to the draft model as a trunk, nonsense would break it: another matter than what the verifier makes of it.

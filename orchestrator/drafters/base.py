@@ -6,7 +6,7 @@ drafter says how every token was drawn, so that verification has one path and st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,11 @@ class Guess:
     probability: float = 1.0
 
 
+def never() -> bool:
+    """Nobody waits."""
+    return False
+
+
 class Drafter(Protocol):
     def catch_up(self, rows: Sequence[DraftRow]) -> None:
         """Make the draft's state valid for all but the last token of each row."""
@@ -59,6 +64,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
-        """A speculation of at most `row.lookahead` tokens for every guess (those of a trunk in order of k)."""
+    def draft(
+        self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]], enough: Callable[[], bool] = never
+    ) -> list[list[Speculation]]:
+        """A speculation of at most `row.lookahead` tokens for every guess (those of a trunk in order of k).
+
+        `enough` is asked between two tokens: somebody waits now. A drafter may then leave it at what it has.
+        """
         ...

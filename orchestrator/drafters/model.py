@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate
 
@@ -14,7 +14,7 @@ import torch
 from saguaro.engines.base import Engine, FanOutSteps, causal_batch
 from saguaro.errors import ConfigError
 from saguaro.orchestrator import sampling
-from saguaro.orchestrator.drafters.base import Guess, Trunk
+from saguaro.orchestrator.drafters.base import Guess, Trunk, never
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.fan_out_policy import FanOutPolicy, Situation
 from saguaro.orchestrator.grammar import Grammars
@@ -64,8 +64,9 @@ class ModelDrafter:
     """A draft model and its KV pool. Keeps nothing of a sequence but what lies in the slots of its block table.
 
     With `least_probability` the ΣF_k guesses of a trunk are its likeliest outcomes by the draft's own probabilities,
-    whatever their acceptance lengths, and neither an outcome nor a further token of a branch is prepared that is needed
-    with a lower probability than this. Trunks that the draft has no such probabilities for get the lists they ask for.
+    whatever their acceptance lengths. Neither an outcome nor a further token of a branch is prepared that is needed
+    with a lower probability, nor anything more once somebody waits for what there is. Trunks that the draft has no
+    such probabilities for get the lists they ask for.
     """
 
     def __init__(
@@ -110,13 +111,17 @@ class ModelDrafter:
         with self._timeline.step(sum(map(len, fed)), trunk=True):
             return guesses()
 
-    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
+    def draft(
+        self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]], enough: Callable[[], bool] = never
+    ) -> list[list[Speculation]]:
+        drawn = self._rule == "ratio" and any(trunk.row.request.params.temperature > 0 for trunk in trunks)
+        cut = self._least_probability is not None and not drawn  # lengths may depend on time: see `_extend`
         branches = [_Branches(trunk, guessed) for trunk, guessed in zip(trunks, guesses, strict=True)]
         active: list[_Branches] = []
         growing: list[list[int]] = []
         for depth in range(max((trunk.row.lookahead for trunk in trunks), default=0)):
             going = [b for b in branches if b.growing and depth < b.trunk.row.lookahead]
-            if not going:
+            if not going or (depth and cut and enough()):
                 break
             if going != active:
                 active, growing = going, [list(range(len(b.outcomes))) for b in going]

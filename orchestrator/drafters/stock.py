@@ -8,13 +8,13 @@ both rules, though sampled requests accept fewer of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from saguaro.engines.trtllm import Ask, ExecutorSession, Reply
 from saguaro.errors import ConfigError, SaguaroError
 from saguaro.orchestrator import sampling
 from saguaro.orchestrator.config import DeploymentConfig
-from saguaro.orchestrator.drafters.base import Guess, Trunk
+from saguaro.orchestrator.drafters.base import Guess, Trunk, never
 from saguaro.orchestrator.drafters.token_memory import TokenMemory
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Speculation
@@ -72,7 +72,9 @@ class ExecutorDrafter:
             guesses[index].extend(Guess(Outcome(k, token)) for token in candidates.guesses(0, count, sent))
         return guesses
 
-    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
+    def draft(
+        self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]], enough: Callable[[], bool] = never
+    ) -> list[list[Speculation]]:
         asks = [
             Ask(
                 [*self._prefix(trunk), *trunk.draft_tokens[: guess.outcome.accepted], guess.outcome.bonus],

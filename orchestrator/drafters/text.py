@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from saguaro.orchestrator.drafters.base import Guess, Trunk
+from saguaro.orchestrator.drafters.base import Guess, Trunk, never
 from saguaro.orchestrator.drafters.token_memory import Text, TokenMemory
 from saguaro.orchestrator.protocol import DraftRow
 from saguaro.orchestrator.types import Outcome, Speculation
@@ -46,7 +46,9 @@ class TextDrafter(ABC):
             guesses.append(found)
         return guesses
 
-    def draft(self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]]) -> list[list[Speculation]]:
+    def draft(
+        self, trunks: Sequence[Trunk], guesses: Sequence[Sequence[Guess]], enough: Callable[[], bool] = never
+    ) -> list[list[Speculation]]:
         speculations: list[list[Speculation]] = []
         for trunk, guessed in zip(trunks, guesses, strict=True):
             text = self._text(trunk)
