@@ -210,9 +210,7 @@ def top(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """
     rows, columns = table.shape
     if n == 1:
-        # The first of equal values; torch's way to the place of a maximum is slow on a CPU.
-        ids = table.argmax(-1, keepdim=True) if table.is_cuda else torch.from_numpy(table.numpy().argmax(-1)[:, None])
-        return table.gather(1, ids), ids
+        return table.max(-1, keepdim=True)  # the first of equal values
     if n >= columns:
         values, ids = table.sort(dim=-1, descending=True, stable=True)
         return values, ids
