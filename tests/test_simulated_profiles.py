@@ -25,7 +25,7 @@ RERUN_AR, RERUN_VERIFY, RERUN_SD_6, RERUN_STEP = 97.4, 11.45, 141.4, 2.54
 LOG_ROUND = {1: 21.1, 2: 24.9, 4: 29.0, 8: 35.3, 16: 43.8}  # ms of 7 forwards, by batch
 MASK = {1: 0.19, 2: 0.28, 4: 0.474, 8: 0.807, 16: 1.553}  # ms a step; batch 2 lies between its neighbours
 PYTHON = 0.28  # ms between two steps: a successor of the engine went from 9.90 to 5.7 ms for 15 steps in one graph
-HOST = 1.5  # ms an engine does around a verification: fitted to Llama's ar on our machine, for both pairs
+HOST = 0.9  # ms an engine does around a verification: what ours does, measured (docs/results/orchestration.md)
 PEERS_AR = 66  # tokens/s of vLLM with Llama-3.1-70B on the paper's four GPUs: a bound of the device's time
 
 
