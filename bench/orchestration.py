@@ -118,7 +118,9 @@ def main() -> None:
                 for temperature in arguments.temperature
                 for batch in arguments.batch
             ]
-    result = {"unit": "ms", "vocab_size": arguments.vocab_size, "costs": costs} | about("orchestration")
+    result = {"unit": "ms", "vocab_size": arguments.vocab_size, "costs": costs} | about(
+        "orchestration", "python -m saguaro.bench.orchestration"
+    )
     Console().print_json(data=result)
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
