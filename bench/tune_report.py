@@ -68,11 +68,11 @@ def _law(curve: Curve) -> str:
 
 
 def _choices_table(sweep: Sweeps) -> Table:
-    heads = ["", "K", "budget", "lists", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens"]
+    heads = ["", "K", "budget", "policy", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens"]
     heads += ["E_hit", "E_miss", "T_p", "T_b", "x ar"]
     note = (
         "* fastest of its kind; ± half of the 95% interval over answers; "
-        "gain: in hit rate over uniform, the list that is best at ranked, coupled or C = 1; "
+        "gain: in hit rate over uniform, the best list (ranked), coupled or C = 1; "
         "tokens: of a round; x ar: predicted speed over plain decoding"
     )
     table = _table(f"Temperature {sweep.temperature:g}: one thing at a time", heads, note)
