@@ -299,12 +299,11 @@ class Judge:
         """By text, of all its plays."""
         estimators = Estimators(setting.prior)
         if _is_ranked(setting):
-            least = setting.fan_out.least_probability
             ranked = RankedReplay(
                 setting.policy(estimators),
                 lookahead=setting.max_lookahead,
                 budget=setting.budgets()[-1],
-                least_probability=least,
+                least_probability=setting.fan_out.least_probability,
             )
             return [ranked.play(scores["coupled"]) for scores in self.scored]
         texts = TEXT_BACKUPS if setting.mode == "ssd" else ()
@@ -379,7 +378,7 @@ class Judge:
 
     @property
     def replays_ranked(self) -> bool:
-        """Whether it was looked at what the draft says by itself, and it says it under this rule."""
+        """Whether there are rollouts, and this rule's draft tokens are theirs at this temperature."""
         drawn = self.base.rule == "ratio" and "ratio" in self.scored[0]
         return not drawn and all(scores["coupled"].rollouts is not None for scores in self.scored)
 
@@ -450,8 +449,8 @@ def best(judges: Sequence[Judge], lookaheads: Sequence[int], budgets: Sequence[i
 def best_ranked(
     judges: Sequence[Judge], lookaheads: Sequence[int], budgets: Sequence[int], least: Sequence[float]
 ) -> list[SpeculationConfig]:
-    """With the policy `ranked`: the fastest lookahead and budget, and all least probabilities. None where it cannot be
-    replayed.
+    """With the policy `ranked` the fastest lookahead and budget, and every least probability. Nothing where it cannot
+    be replayed.
     """
     if not least or not all(judge.replays_ranked for judge in judges):
         return []
