@@ -67,7 +67,7 @@ class Sources:
         files = {t: self._folder / f"answers-{deployment}-T{t:g}.json" for t in temperatures}
         if missing := tuple(t for t, file in files.items() if not file.is_file()):
             count, tokens = _RECORDED[deployment]
-            plan = TunePlan(shipped_prompts()[:count], missing, tokens, seconds=86400)
+            plan = TunePlan(shipped_prompts()[:count], missing, tokens, seconds=86400, least_probabilities=())
             found = recorded.record(deployment, self.store, plan, lambda stage, _: self._progress(stage))
             for temperature, document in found.items():
                 self._write(files[temperature], document)

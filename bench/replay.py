@@ -6,6 +6,7 @@ which outcomes are hit:
 
 - `coupled` and temperature 0: the draft's token at a position is a function of the text before it, and it is accepted
   iff it is the text's own. The rounds are those a deployment would have had, exactly.
+  (`ranked_replay` for the policy `ranked`.)
 - `ratio`: given that the text is x there, a token drawn from q was accepted with probability min(1, q(x)/p(x)),
   independently at each position; a rejected one is distributed as max(q - p, 0), whatever the text says. The rounds are
   drawn from the law that a deployment's have, given its text.
@@ -61,12 +62,23 @@ class Weighed:
 
 
 @dataclass(frozen=True)
+class Rollouts:
+    """What the draft thinks if it goes on by itself from each of the first N positions of an answer: row d of position
+    i follows i tokens of the answer and d of its own.
+    """
+
+    ids: Ids  # [N, K+1, width] best first: the first is the one it drafts
+    weights: Array  # [N, K+1, width] see `sampling.propose`
+
+
+@dataclass(frozen=True)
 class Scored:
     """A text and what both models think of it under one rule."""
 
     text: Text
     ranked: Ranked
     weighed: Weighed | None = None  # None: every draft token is the first of `ranked`
+    rollouts: Rollouts | None = None  # for `ranked_replay`, where it is wanted and every draft token is the first
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Played:
     drafted: int
     accepted: int
     rank: int | None  # of the bonus token among all guesses that could have been made; None: beyond the width
+    rows: tuple[float, ...] = ()  # of the policy `ranked`: how many each draft step that prepares is expected to have
 
 
 def answer_logits(engine: Engine, text: Text) -> torch.Tensor:

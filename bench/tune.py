@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from saguaro.bench.ranked_replay import RankedReplay, roll_out
 from saguaro.bench.replay import Figures, Played, Replay, Scored, Text, answer_logits, score
 from saguaro.bench.tune_batches import Predicted, predictions
 from saguaro.engines.base import Engine, causal_batch
@@ -37,6 +39,8 @@ LOOKAHEADS = (1, 2, 3, 4, 5, 6, 8)
 BUDGETS = (1, 2, 4, 8, 16, 32)
 SCALES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1)
 GUESSES = (1, 2, 3, 4, 8, 16)
+RANKED_BUDGETS = (8, 16)
+LEAST_PROBABILITIES = (0.08, 0.04, 0.02, 0.01)
 _LEAST = 4  # texts of a temperature that are looked at, whatever the time
 _SAMPLES = 1000  # of a bootstrap
 _PLAYS = 8  # of each text under `ratio`, where rounds are drawn
@@ -55,6 +59,16 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class RoundTime:
+    """Mean seconds of rounds: to verify, to prepare meanwhile, to draft after a miss, and of all of it."""
+
+    verify: float
+    prepare: float
+    backup: float
+    whole: float
+
+
+@dataclass(frozen=True)
 class Times:
     """Seconds, medians. A round prepares for one trunk forward and K steps of all branches."""
 
@@ -69,6 +83,23 @@ class Times:
         """A speculation after a miss, or in sd."""
         return lookahead * self.step[1]
 
+    def of_ranked(self, rounds: Sequence[Played]) -> RoundTime:
+        """Of rounds that differ in length and in branches. The draft model is the backup."""
+        drafted, missed = np.array([(r.drafted, not r.hit) for r in rounds], dtype=float).reshape(-1, 2).T
+        verify = _between(self.verify, drafted)
+        steps = _between({0: 0.0} | self.step, np.array([r.rows for r in rounds], ndmin=2))
+        prepare = _between(self.trunk, drafted) + steps.sum(1)
+        backup = missed * drafted * self.step[1]
+        whole = np.maximum(verify, prepare) + backup
+        return RoundTime(
+            float(verify.mean()), float(prepare.mean()), float(backup.sum() / max(missed.sum(), 1)), float(whole.mean())
+        )
+
+
+def _between(seconds: Mapping[int, float], at: NDArray[np.float64]) -> NDArray[np.float64]:
+    """On the lines through what was measured."""
+    return np.interp(at, sorted(seconds), [seconds[key] for key in sorted(seconds)])
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -77,6 +108,7 @@ class Choice:
     lookahead: int
     budget: int
     policy: str
+    least_probability: float | None  # of the policy `ranked`
     rule: Rule
     cache_aware: float
     backup: Backup
@@ -114,6 +146,7 @@ class Sweeps:
     lookahead: list[Choice]  # each with its best budget
     budget: list[Choice]
     lists: list[Choice]
+    ranked: list[Choice]  # of the best lookahead and budget of its own
     rules: list[Choice]
     cache_aware: list[Choice]
     backups: list[Choice]
@@ -130,8 +163,10 @@ def score_texts(
     width: int,
     until: float,
     progress: Progress,
+    lookahead: int = 0,
 ) -> list[list[dict[Rule, Scored]]]:
-    """By temperature, as `answers` are, and by rule; at temperature 0 the rules are one.
+    """By temperature, as `answers` are, and by rule; at temperature 0 the rules are one. With a `lookahead` the draft
+    drafts so far from every position, too.
 
     As many texts as there is time for, a few of each temperature at least.
     """
@@ -144,7 +179,10 @@ def score_texts(
                 continue
             text = texts[number]
             said = answer_logits(draft, text)
-            scores: dict[Rule, Scored] = {"coupled": score(said, None, text, "coupled", width)}
+            coupled = score(said, None, text, "coupled", width)
+            if lookahead:
+                coupled = replace(coupled, rollouts=roll_out(draft, text, said, lookahead, width))
+            scores: dict[Rule, Scored] = {"coupled": coupled}
             if text.request.params.temperature > 0:
                 scores["ratio"] = score(said, answer_logits(target, text), text, "ratio", width)
             scored.append(scores)
@@ -242,6 +280,7 @@ class Judge:
     seed: int = 0
     weights: NDArray[np.float64] = field(init=False)  # [samples, texts] of the bootstrap, the same for all settings
     _played: dict[SpeculationConfig, Figures] = field(default_factory=dict)
+    _clocked: dict[SpeculationConfig, RoundTime] = field(default_factory=dict)  # of those with the policy `ranked`
 
     def __post_init__(self) -> None:
         count = len(self.scored)
@@ -250,12 +289,23 @@ class Judge:
     def figures(self, setting: SpeculationConfig) -> Figures:
         """Rounds by text; those of `ratio` several times."""
         if setting not in self._played:
-            self._played[setting] = Figures.of(self.rounds(setting))
+            rounds = self.rounds(setting)
+            self._played[setting] = Figures.of(rounds)
+            if _is_ranked(setting):
+                self._clocked[setting] = self.times.of_ranked(list(chain.from_iterable(rounds)))
         return self._played[setting]
 
     def rounds(self, setting: SpeculationConfig) -> list[list[Played]]:
         """By text, of all its plays."""
         estimators = Estimators(setting.prior)
+        if _is_ranked(setting):
+            ranked = RankedReplay(
+                setting.policy(estimators),
+                lookahead=setting.max_lookahead,
+                budget=setting.budgets()[-1],
+                least_probability=setting.fan_out.least_probability,
+            )
+            return [ranked.play(scores["coupled"]) for scores in self.scored]
         texts = TEXT_BACKUPS if setting.mode == "ssd" else ()
         drafter = None
         if (name := next((n for n in texts if n == setting.backup), None)) is not None:
@@ -285,7 +335,7 @@ class Judge:
         def estimate(name: str) -> Estimate:
             return _estimate(float(getattr(figures, name)), getattr(again, name))
 
-        verify, prepare, backup = self._seconds(setting)
+        seconds = self.seconds(setting)
         gain = None
         if beside is not None:
             other = self.figures(beside)
@@ -297,6 +347,7 @@ class Judge:
             setting.max_lookahead,
             setting.budgets()[-1] if setting.mode == "ssd" else 0,
             setting.fan_out.policy or "counts",
+            setting.fan_out.ranked_from,
             setting.rule,
             setting.cache_aware,
             setting.backups[0],
@@ -305,24 +356,31 @@ class Judge:
             estimate("tokens_per_round"),
             _ratio(figures.tokens_of_hits.sum(), figures.hits.sum()),
             _ratio(figures.tokens.sum() - figures.tokens_of_hits.sum(), misses),
-            prepare / verify,
-            backup / verify,
+            seconds.prepare / seconds.verify,
+            seconds.backup / seconds.verify,
             self.speed(setting),
             gain,
         )
 
     def speed(self, setting: SpeculationConfig) -> float:
         """Over plain decoding: Theorem 7, with a primary that finishes its branches (`analysis.ssd_speed_up`)."""
-        figures = self.figures(setting)
-        verify, prepare, backup = self._seconds(setting)
-        seconds = max(verify, prepare) + (1 - float(figures.hit_rate)) * backup
-        return float(figures.tokens_per_round) * self.times.verify[0] / seconds
+        return float(self.figures(setting).tokens_per_round) * self.times.verify[0] / self.seconds(setting).whole
 
-    def _seconds(self, setting: SpeculationConfig) -> tuple[float, float, float]:
-        """To verify, to prepare meanwhile, and to draft after a miss."""
+    def seconds(self, setting: SpeculationConfig) -> RoundTime:
+        figures = self.figures(setting)
+        if _is_ranked(setting):
+            return self._clocked[setting]
         k = setting.max_lookahead
+        verify = self.times.verify[k]
         prepare = self.times.prepare(k, setting.budgets()[-1]) if setting.mode == "ssd" else 0.0
-        return self.times.verify[k], prepare, self.times.draft(k) if setting.backup == "primary" else 0.0
+        backup = self.times.draft(k) if setting.backup == "primary" else 0.0
+        return RoundTime(verify, prepare, backup, max(verify, prepare) + (1 - float(figures.hit_rate)) * backup)
+
+    @property
+    def replays_ranked(self) -> bool:
+        """Whether there are rollouts, and this rule's draft tokens are theirs at this temperature."""
+        drawn = self.base.rule == "ratio" and "ratio" in self.scored[0]
+        return not drawn and all(scores["coupled"].rollouts is not None for scores in self.scored)
 
     def setting(self, **changes: Any) -> SpeculationConfig:
         """The deployment's, with changes; those of `fan_out` key by key, and no hand-written lists."""
@@ -330,9 +388,14 @@ class Judge:
             self.base.fan_out,
             counts=None,
             counts_after_miss=None,
-            **{"policy": "geometric"} | changes.pop("fan_out", {}),
+            **{"policy": "geometric", "least_probability": FanOutConfig().least_probability}
+            | changes.pop("fan_out", {}),
         )
         return replace(self.base, preset=None, mode="ssd", **{"backup": "primary", **changes}, fan_out=fan_out)
+
+
+def _is_ranked(setting: SpeculationConfig) -> bool:
+    return setting.mode == "ssd" and setting.fan_out.policy == "ranked"
 
 
 def curves(scored: Sequence[Scored], lookahead: int, setting: SpeculationConfig) -> tuple[list[float], Curve, Curve]:
@@ -372,14 +435,38 @@ def fitted(base: SpeculationConfig, found: Sequence[tuple[list[float], Curve, Cu
 
 def best(judges: Sequence[Judge], lookaheads: Sequence[int], budgets: Sequence[int]) -> SpeculationConfig:
     """The fastest lookahead, budget and backup over all temperatures; of settings about as fast the smaller one."""
-    speeds: list[tuple[float, SpeculationConfig]] = []
-    for lookahead in lookaheads:
-        for budget in budgets:
-            for backup in ("primary", "ngram", "none"):
-                setting = judges[0].setting(lookahead=lookahead, fan_out={"budget": budget}, backup=backup)
-                speeds.append((_mean_speed(judges, setting), setting))
-    fastest = max(speed for speed, _ in speeds)
-    return next(setting for speed, setting in speeds if speed * _WORTH >= fastest)
+    return _fastest(
+        judges,
+        [
+            judges[0].setting(lookahead=lookahead, fan_out={"budget": budget}, backup=backup)
+            for lookahead in lookaheads
+            for budget in budgets
+            for backup in ("primary", "ngram", "none")
+        ],
+    )
+
+
+def best_ranked(
+    judges: Sequence[Judge], lookaheads: Sequence[int], budgets: Sequence[int], least: Sequence[float]
+) -> list[SpeculationConfig]:
+    """With the policy `ranked` the fastest lookahead and budget, and every least probability. Nothing where it cannot
+    be replayed.
+    """
+    if not least or not all(judge.replays_ranked for judge in judges):
+        return []
+
+    def setting(lookahead: int, budget: int, probability: float) -> SpeculationConfig:
+        fan_out = {"policy": "ranked", "budget": budget, "least_probability": probability}
+        return judges[0].setting(lookahead=lookahead, fan_out=fan_out)
+
+    fastest = _fastest(judges, [setting(k, b, p) for k in lookaheads for b in budgets for p in least])
+    return [replace(fastest, fan_out=replace(fastest.fan_out, least_probability=p)) for p in least]
+
+
+def _fastest(judges: Sequence[Judge], settings: Sequence[SpeculationConfig]) -> SpeculationConfig:
+    """Of those about as fast the first."""
+    speeds = [_mean_speed(judges, setting) for setting in settings]
+    return next(setting for speed, setting in zip(speeds, settings) if speed * _WORTH >= max(speeds))
 
 
 def _mean_speed(judges: Sequence[Judge], setting: SpeculationConfig) -> float:
@@ -392,8 +479,9 @@ def sweeps(
     found: tuple[list[float], Curve, Curve],
     lookaheads: Sequence[int],
     budgets: Sequence[int],
+    ranked: Sequence[SpeculationConfig] = (),
 ) -> Sweeps:
-    """One thing at a time is varied around `chosen`."""
+    """One thing at a time is varied around `chosen`; `ranked` is judged beside it."""
     temperature = judge.scored[0]["coupled"].text.request.params.temperature
 
     def fan_out(setting: SpeculationConfig, **changes: Any) -> SpeculationConfig:
@@ -426,6 +514,7 @@ def sweeps(
         lookahead=[fastest(k) for k in lookaheads],
         budget=[judge.judge(fan_out(chosen, budget=b)) for b in budgets],
         lists=list(lists()),
+        ranked=[judge.judge(setting, chosen) for setting in ranked],
         rules=[judge.judge(replace(chosen, rule="coupled", cache_aware=1.0)), judge.judge(ratio, chosen)]
         if with_rules
         else [],
@@ -437,8 +526,14 @@ def sweeps(
     )
 
 
-def recommended(judges: Sequence[Judge], chosen: SpeculationConfig, lookaheads: Sequence[int]) -> SpeculationConfig:
-    """`chosen` with the policy and rule that are fastest, or `sd` or `ar` where nothing makes ssd faster than those.
+def recommended(
+    judges: Sequence[Judge],
+    chosen: SpeculationConfig,
+    lookaheads: Sequence[int],
+    ranked: Sequence[SpeculationConfig] = (),
+) -> SpeculationConfig:
+    """`chosen` with the policy and rule that are fastest, one of `ranked`, or `sd` or `ar` where nothing makes ssd
+    faster than those.
 
     What comes first stays unless something is faster by more than the predictions are worth.
     """
@@ -455,6 +550,8 @@ def recommended(judges: Sequence[Judge], chosen: SpeculationConfig, lookaheads: 
         (replace(chosen, mode="sd", backup="primary", lookahead=k) for k in lookaheads),
         key=lambda setting: _mean_speed(judges, setting),
     )
+    if ranked and _mean_speed(judges, other := _fastest(judges, ranked)) > _WORTH * _mean_speed(judges, chosen):
+        chosen = other
     if _mean_speed(judges, alone) > _WORTH * _mean_speed(judges, chosen):
         chosen = alone
     return replace(chosen, mode="ar") if _mean_speed(judges, chosen) * _WORTH < 1 else chosen

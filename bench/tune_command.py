@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 import saguaro
 from saguaro.bench import tune
 from saguaro.bench.load import read_prompts, shipped_prompts
+from saguaro.bench.ranked_replay import AT_ONCE
 from saguaro.bench.replay import Scored, Text
 from saguaro.bench.tune_report import Run, check_figure, plot, tables
 from saguaro.engines import load_engine
@@ -54,6 +55,8 @@ class TunePlan:
     seconds: float = 600.0
     lookaheads: tuple[int, ...] = tune.LOOKAHEADS
     budgets: tuple[int, ...] = tune.BUDGETS
+    ranked_budgets: tuple[int, ...] = tune.RANKED_BUDGETS
+    least_probabilities: tuple[float, ...] = tune.LEAST_PROBABILITIES  # of the policy `ranked`; empty: without it
 
     def __post_init__(self) -> None:
         def check(valid: bool, name: str, limit: str) -> None:
@@ -65,6 +68,10 @@ class TunePlan:
         check(bool(self.temperatures) and distinct, "temperatures", "one or more different numbers")
         check(16 <= self.max_tokens <= 4096, "max_tokens", "between 16 and 4096")
         check(10 <= self.seconds <= 86400, "seconds", "between 10 and 86400")
+
+    @property
+    def all_budgets(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.budgets, *(self.ranked_budgets if self.least_probabilities else ())}))
 
 
 class _Bar:
@@ -139,7 +146,7 @@ def _measure(
     threads = (config.target.threads, config.draft.threads if config.draft else 1)
     watch = tune.Stopwatch(engines[0], engines[1], text, threads, base.width)
     until = start + _TIMED * plan.seconds
-    times = tune.measure_times(watch, plan.lookaheads, plan.budgets, until, _PASSES, bar)
+    times = tune.measure_times(watch, plan.lookaheads, plan.all_budgets, until, _PASSES, bar)
     ordinary = range(engines[1].vocab_size)
     del engines, watch
     bar("which setting would have been the fastest", 0.0)
@@ -148,8 +155,9 @@ def _measure(
     base = replace(base, fan_out=tune.fitted(base, found))
     judges = [tune.Judge(texts, times, base, ordinary) for texts in scored]
     chosen = tune.best(judges, plan.lookaheads, plan.budgets)
-    swept = [tune.sweeps(j, chosen, f, plan.lookaheads, plan.budgets) for j, f in zip(judges, found)]
-    speculation = tune.recommended(judges, chosen, plan.lookaheads)
+    ranked = tune.best_ranked(judges, plan.lookaheads, plan.ranked_budgets, plan.least_probabilities)
+    swept = [tune.sweeps(j, chosen, f, plan.lookaheads, plan.budgets, ranked) for j, f in zip(judges, found)]
+    speculation = tune.recommended(judges, chosen, plan.lookaheads, ranked)
     confirmed = _confirm(config, store, speculation, swept, prompts, plan, start + plan.seconds, bar)
     bar("done", 1.0)
     return {
@@ -176,11 +184,14 @@ def score_answers(
         answers = _answers(llm, plan, config.serving.max_sequences, start + _ANSWERS * plan.seconds, bar)
         prompts = [llm.encode([{"role": "user", "content": text}]) for text in plan.prompts]
     longest = max(len(text.prompt) + len(text.answer) for texts in answers for text in texts)
-    columns = longest + max(plan.lookaheads) + max(plan.budgets) + 1
+    lookahead = max(plan.lookaheads)
+    columns = longest + lookahead + max(*plan.all_budgets, lookahead * min(AT_ONCE, plan.max_tokens)) + 1
     engines = [load_engine(path, block_size=_BLOCK, num_blocks=-(-columns // _BLOCK)) for path in models]
-    width = max(config.speculation.width, max(plan.budgets) + 2)
+    width = max(config.speculation.width, max(plan.all_budgets) + 2)
     torch.set_num_threads(config.target.threads)
-    scored = tune.score_texts(engines[1], engines[0], answers, width, start + _SCORED * plan.seconds, bar)
+    until = start + _SCORED * plan.seconds
+    ahead = lookahead if plan.least_probabilities else 0
+    scored = tune.score_texts(engines[1], engines[0], answers, width, until, bar, ahead)
     return scored, engines, prompts
 
 
@@ -248,7 +259,8 @@ def section_of(speculation: SpeculationConfig) -> str:
     keys: dict[str, Any] = {}
     for name, value in asdict(speculation).items():
         if name == "fan_out":
-            own = ("policy", "budget", "acceptance", "miss_scale", "miss_exponent")
+            own = ["policy", "budget", "acceptance", "miss_scale", "miss_exponent"]
+            own += ["least_probability"] if speculation.fan_out.policy == "ranked" else []
             keys[name] = {k: v for k, v in value.items() if k in own or v != getattr(FanOutConfig(), k)}
         elif name in tuned or value != getattr(SpeculationConfig(), name):
             keys[name] = value
@@ -281,7 +293,15 @@ def plan_of(
     """What the command line asked for; `quick` is a minute with few settings, for a first look."""
     texts = read_prompts(prompts) if prompts else shipped_prompts()
     usual = (
-        TunePlan(texts, seconds=60.0, max_tokens=32, lookaheads=(1, 2, 4), budgets=(1, 4, 8))
+        TunePlan(
+            texts,
+            seconds=60.0,
+            max_tokens=32,
+            lookaheads=(1, 2, 4),
+            budgets=(1, 4, 8),
+            ranked_budgets=(8,),
+            least_probabilities=(0.08, 0.02),
+        )
         if quick
         else TunePlan(texts)
     )

@@ -68,15 +68,15 @@ def _law(curve: Curve) -> str:
 
 
 def _choices_table(sweep: Sweeps) -> Table:
-    heads = ["", "K", "budget", "lists", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens"]
+    heads = ["", "K", "budget", "policy", "rule", "C", "backup", "accepted", "hit rate", "gain", "tokens"]
     heads += ["E_hit", "E_miss", "T_p", "T_b", "x ar"]
     note = (
         "* fastest of its kind; ± half of the 95% interval over answers; "
-        "gain: in hit rate over uniform, coupled or C = 1; "
+        "gain: in hit rate over uniform, the best list (ranked), coupled or C = 1; "
         "tokens: of a round; x ar: predicted speed over plain decoding"
     )
     table = _table(f"Temperature {sweep.temperature:g}: one thing at a time", heads, note)
-    for name in ("sd", "lookahead", "budget", "lists", "rules", "cache_aware", "backups"):
+    for name in ("sd", "lookahead", "budget", "lists", "ranked", "rules", "cache_aware", "backups"):
         choices: list[Choice] = getattr(sweep, name)
         table.add_section()
         for choice in choices:
@@ -108,6 +108,8 @@ def _batches_table(sweep: Sweeps) -> Table:
 
 def _cells(choice: Choice) -> Iterator[str]:
     policy = choice.policy if choice.budget else ""
+    if choice.least_probability is not None:
+        policy += f", {choice.least_probability:g}"
     yield from (str(choice.lookahead), str(choice.budget), policy, choice.rule, f"{choice.cache_aware:g}")
     yield choice.backup
     yield from (_interval(choice.acceptance), _interval(choice.hit_rate))
@@ -181,8 +183,8 @@ def plot(sweeps: Sequence[Sweeps], times: Times, path: Path) -> None:
     """A row of panels for each temperature. Raises ConfigError when the file cannot be written."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(20, 4 * len(sweeps)), layout="constrained")
-    for sweep, row in zip(sweeps, figure.subplots(len(sweeps), 5, squeeze=False)):
+    figure = Figure(figsize=(24, 4 * len(sweeps)), layout="constrained")
+    for sweep, row in zip(sweeps, figure.subplots(len(sweeps), 6, squeeze=False)):
         _plot_row(sweep, times, row)
     try:
         figure.savefig(path)
@@ -191,7 +193,7 @@ def plot(sweeps: Sequence[Sweeps], times: Times, path: Path) -> None:
 
 
 def _plot_row(sweep: Sweeps, times: Times, row: Any) -> None:
-    misses, speed, hits, scale, clock = row
+    misses, speed, hits, ranked, scale, clock = row
     for name, curve in (("after a rejection", sweep.after_rejection), ("all accepted", sweep.after_acceptance)):
         misses.loglog(list(curve.misses), list(curve.misses.values()), marker=".", label=f"{name}: {_law(curve)}")
     misses.set(title=f"T = {sweep.temperature:g}", xlabel="guesses F", ylabel="bonus token missed")
@@ -203,6 +205,16 @@ def _plot_row(sweep: Sweeps, times: Times, row: Any) -> None:
         chosen = [choice for choice in sweep.lists if choice.policy == policy]
         _errorbar(hits, [c.budget for c in chosen], [c.hit_rate for c in chosen], policy)
     hits.set(xlabel="budget", ylabel="hit rate", xscale="log")
+    if sweep.ranked:
+        least = [c.least_probability or 0.0 for c in sweep.ranked]
+        _errorbar(ranked, least, [c.hit_rate for c in sweep.ranked], "hit rate")
+        ranked.plot(least, [c.t_p for c in sweep.ranked], marker=".", label="T_p")
+        ranked.plot(least, [c.speed for c in sweep.ranked], marker=".", label="predicted speed over ar")
+        best = sweep.ranked[0]
+        title = f"ranked, K = {best.lookahead}, budget {best.budget}"
+        ranked.set(title=title, xlabel="least probability", xscale="log", ylim=(0, None))
+    else:
+        ranked.set_axis_off()
     for label, figures in (
         ("acceptance", [c.acceptance for c in sweep.cache_aware]),
         ("hit rate", [c.hit_rate for c in sweep.cache_aware]),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from saguaro.bench import tune
+from saguaro.bench.ranked_replay import roll_out
+from saguaro.bench.replay import Played, answer_logits
 from saguaro.bench.tune_batches import BATCHES, REPLICAS
 from saguaro.bench.tune_command import TunePlan, plan_of, run, section_of
 from saguaro.bench.tune_report import FIGURES, tables
@@ -20,6 +23,7 @@ from saguaro.orchestrator.config import FanOutConfig, SpeculationConfig, read_de
 from saguaro.orchestrator.fan_out_policy import MissCurve
 from saguaro.orchestrator.types import SamplingParams
 from test_replay import config, running, scored
+from test_round import DRAFT, scripted
 
 KS, BUDGETS = (1, 2, 4), (1, 2, 4, 8)
 DEPLOYMENT = "name: mine\ntarget:\n  recipe: tiny-target\n  kv_tokens: 4096\ndraft:\n  recipe: tiny-draft\n"
@@ -107,6 +111,65 @@ def test_sweeps_vary_one_thing_at_a_time(texts: list[dict]) -> None:
     assert [choice.rule for choice in swept.rules] == ["coupled", "ratio"]
 
 
+def with_rollouts(texts: list[dict]) -> list[dict]:
+    draft = scripted(DRAFT, blocks=800, max_model_len=800)
+    found = []
+    for text in of_one_rule(texts):
+        scored = text["coupled"]
+        said = answer_logits(draft, scored.text)
+        found.append({"coupled": replace(scored, rollouts=roll_out(draft, scored.text, said, max(KS), 5))})
+    return found
+
+
+def test_rounds_of_ranked_take_the_time_of_their_own_rows() -> None:
+    clock = tune.Times({0: 1.0, 2: 1.2, 4: 1.4}, {2: 0.2, 4: 0.4}, {1: 0.1, 2: 0.3, 4: 0.4})
+    rounds = [
+        Played(True, 4, 2, None, (4.0, 2.0, 1.0, 0.5)),  # 0.4 + (0.4 + 0.3 + 0.1 + 0.05), before the 1.4 of the target
+        Played(False, 3, 3, None, (2.0, 0.0, 0.0, 0.0)),  # 0.3 + 0.3, in less than 1.3, behind 3 tokens of the backup
+        Played(True, 0, 0, None, (3.0, 3.0, 3.0, 0.0)),  # 0.2 + 3 * 0.35, in more than 1.0
+    ]
+    found = clock.of_ranked(rounds)
+    assert found.verify == pytest.approx((1.4 + 1.3 + 1.0) / 3)
+    assert found.prepare == pytest.approx((1.25 + 0.6 + 1.25) / 3)
+    assert found.backup == pytest.approx(0.3)
+    assert found.whole == pytest.approx((1.4 + 1.3 + 0.3 + 1.25) / 3)
+
+
+def test_ranked_is_recommended_where_it_is_faster(texts: list[dict]) -> None:
+    """The draft knows where a rejection is likely, and a list does not."""
+    found = judge(with_rollouts(texts), times(0.1, more_rows=0.2))
+    lists = [found.setting(lookahead=k, fan_out={"budget": b}) for k in KS for b in BUDGETS]
+    chosen = max(lists, key=found.speed)
+    least = (0.08, 0.01)
+    ranked = tune.best_ranked([found], KS, (4, 8), least)
+    assert [each.fan_out.least_probability for each in ranked] == list(least)
+    assert {each.fan_out.policy for each in ranked} == {"ranked"}
+    swept = tune.sweeps(
+        found, chosen, tune.curves([t["coupled"] for t in found.scored], 4, found.base), KS, BUDGETS, ranked
+    )
+    assert [choice.least_probability for choice in swept.ranked] == list(least)
+    fewer, more = swept.ranked
+    assert more.hit_rate.mean >= fewer.hit_rate.mean
+    assert more.t_p > fewer.t_p
+    advised = tune.recommended([found], chosen, KS, ranked)
+    assert advised in ranked
+    assert "least_probability" in section_of(advised)
+    # Unless its rounds take longer: here every row of the draft does.
+    slow = judge(found.scored, times(0.05, more_rows=60.0))
+    few = tune.best([slow], KS, BUDGETS)
+    assert tune.recommended([slow], few, KS, tune.best_ranked([slow], KS, (8,), (0.01,))).fan_out.policy != "ranked"
+
+
+def test_ranked_is_offered_only_where_it_can_be_replayed(texts: list[dict]) -> None:
+    without = judge(of_one_rule(texts), times(0.15))
+    assert tune.best_ranked([without], KS, (4,), (0.01,)) == []
+    both_rules = [text | rolled for text, rolled in zip(texts, with_rollouts(texts), strict=True)]
+    coupled = judge(both_rules, times(0.15))
+    assert tune.best_ranked([coupled], KS, (4,), (0.01,))
+    drawn = tune.Judge(both_rules, times(0.15), replace(coupled.base, rule="ratio"), range(5))
+    assert tune.best_ranked([drawn], KS, (4,), (0.01,)) == []
+
+
 def test_batches_and_replicas_are_predicted_by_the_model_that_decides_on_line(texts: list[dict]) -> None:
     found = judge(of_one_rule(texts), times(0.1, more_rows=0.2))
     measured = tune.curves([text["coupled"] for text in texts], 4, found.base)
@@ -144,6 +207,11 @@ def test_a_section_is_read_as_what_it_was_written_for(tmp_path: Path) -> None:
     path.write_text(DEPLOYMENT + section_of(wanted))
     assert read_deployment(path).speculation == wanted
     assert "deadline_ms" not in section_of(wanted)
+    assert "least_probability" not in section_of(wanted)
+    wanted = SpeculationConfig(lookahead=2, fan_out=FanOutConfig(budget=8, policy="ranked"))
+    path.write_text(DEPLOYMENT + section_of(wanted))
+    assert read_deployment(path).speculation == wanted
+    assert "least_probability: 0.02" in section_of(wanted)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +243,15 @@ def test_a_deployment_is_tuned(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], nothing_left: None
 ) -> None:
     """From answers to the section and back: with real jobs, at both temperatures."""
-    plan = TunePlan(("Say something.",), max_tokens=16, seconds=10, lookaheads=(1, 2), budgets=(1, 4))
+    plan = TunePlan(
+        ("Say something.",),
+        max_tokens=16,
+        seconds=10,
+        lookaheads=(1, 2),
+        budgets=(1, 4),
+        ranked_budgets=(8,),
+        least_probabilities=(0.02, 0.001),
+    )
     written, drawn = tmp_path / "section.yaml", tmp_path / f"tune{FIGURES[1]}"
     run("tiny", store, plan, plot_file=drawn, write=written, as_json=True)
     found = json.loads(capsys.readouterr().out)
@@ -184,6 +260,8 @@ def test_a_deployment_is_tuned(
     path.write_text(DEPLOYMENT + written.read_text())
     assert read_deployment(path).speculation.lookahead in plan.lookaheads
     assert [sweep["temperature"] for sweep in found["sweeps"]] == [0, 1]
+    for sweep in found["sweeps"]:
+        assert [choice["least_probability"] for choice in sweep["ranked"]] == [0.02, 0.001]
     assert {run["mode"] for run in found["confirmed"]} - {"sd"} == {"ar", "ssd"}
     assert min(found["times"]["verify"].values()) > 0
     assert drawn.stat().st_size > 10_000

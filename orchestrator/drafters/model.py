@@ -166,7 +166,7 @@ class ModelDrafter:
         return [
             _listed(trunk, fan_out, candidates)
             if self._least_probability is None or candidates.weights is None
-            else _likeliest(trunk, fan_out.branches, candidates, self._least_probability)
+            else likeliest(trunk.draft_tokens, fan_out.branches, candidates, self._least_probability)
             for trunk, fan_out, candidates in zip(trunks, fan_outs, self._propose(logits, trunks, queries), strict=True)
         ]
 
@@ -263,13 +263,14 @@ def _listed(trunk: Trunk, fan_out: FanOut, candidates: sampling.Candidates) -> l
     ]
 
 
-def _likeliest(trunk: Trunk, count: int, candidates: sampling.Candidates, least: float) -> list[Guess]:
-    """The `count` likeliest outcomes of at least this probability, by the weights of all candidates: that of (k, t*) is
-    the product of the weights of the first k draft tokens and of t*.
+def likeliest(draft_tokens: Sequence[int], count: int, candidates: sampling.Candidates, least: float) -> list[Guess]:
+    """The `count` likeliest outcomes of at least this probability, by the weights of all candidates for the places of
+    the K draft tokens and the one behind them: that of (k, t*) is the product of the weights of the first k draft
+    tokens and of t*.
     """
     weights = candidates.weights
     assert weights is not None
-    sent = candidates.ids == np.array([*trunk.draft_tokens, -1])[:, None]
+    sent = candidates.ids == np.array([*draft_tokens, -1])[:, None]
     reached = np.cumprod(np.append(1.0, np.where(sent, weights, 0).sum(1)[:-1]))
     probabilities = np.where(sent, 0, reached[:, None] * weights)
     best = np.argsort(-probabilities, axis=None, kind="stable")[:count]
