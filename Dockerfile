@@ -28,7 +28,7 @@ RUN python -m venv /opt/saguaro \
     && /opt/saguaro/bin/pip install --no-cache-dir "${wheel}[mpi,serve]"
 
 FROM ${CPU_BASE} AS cpu
-# Triton's server is not Python and needs these beside the wheel's own libraries; g++ compiles the kernel of int4 engines.
+# Triton's server is not Python and needs these beside the wheel's own libraries; g++ compiles the kernels of int8 and int4.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini libgomp1 g++ \
     && rm -rf /var/lib/apt/lists/*

@@ -38,17 +38,15 @@ from saguaro.build.recipe import find_recipe
 from saguaro.cache import cache_folder
 from saguaro.engines.base import causal_batch
 from saguaro.engines.checkpoint import load_config, load_model, weights_file
-from saguaro.engines.int4 import Int4Linear
-from saguaro.engines.int8 import Int8Linear
 from saguaro.engines.kv_pool import require_memory
-from saguaro.engines.manifest import TOKENIZER, Dtype, Manifest
+from saguaro.engines.manifest import QUANTISED, TOKENIZER, Dtype, Manifest
 from saguaro.engines.pytorch import PytorchEngine, convert, memory_needed
+from saguaro.engines.quantised import QuantisedLinear
 
 COMMAND = "python -m saguaro.bench.cpu_engine"
 BLOCK_SIZE = 16
 TABLE = tuple(range(128))
 PROMPT = 16  # tokens before the first that is timed: emulated bfloat16 takes seconds for each
-QUANTISED: tuple[Dtype, ...] = ("int8", "int4")
 ROWS = (4, 8)  # of the forwards beside those of one row: verifications
 
 
@@ -83,7 +81,7 @@ class Subject:
         require_memory(needed, f"the model in {dtype}", torch.device("cpu"))
         model = stored_model(directory)
         convert(model, dtype)
-        self.linears = [module for module in model.modules() if isinstance(module, (Int8Linear, Int4Linear))]
+        self.linears = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
         self._inputs = {
             rows: [torch.rand(rows, linear.in_features) * 2 - 1 for linear in self.linears] for rows in (1, *ROWS)
         }
@@ -235,7 +233,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("what", choices=("speed", "accuracy"))
     parser.add_argument("--out", type=Path, required=True, help="folder for cpu_engine.json")
     parser.add_argument("--recipes", nargs="+", default=["qwen2.5-coder-1.5b-int8-cpu", "qwen2.5-coder-0.5b-cpu"])
-    parser.add_argument("--dtypes", nargs="+", choices=QUANTISED, default=QUANTISED)
+    parser.add_argument("--dtypes", nargs="+", choices=QUANTISED, default=list(QUANTISED))
     parser.add_argument("--steps", type=int, default=24, help="tokens that are timed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from saguaro.build.recipe import Recipe, find_recipe
 from saguaro.build.store import locked, progress_bar, require_space, size_text, writing
 from saguaro.build.tensorrt_plan import plan_tensorrt
 from saguaro.build.trtllm_plan import plan_trtllm
-from saguaro.engines.manifest import Manifest
+from saguaro.engines.manifest import QUANTISED, Manifest
 from saguaro.engines.trtllm_config import check_version
 from saguaro.errors import ConfigError, EngineError
 from saguaro.plugins import cpp
@@ -50,8 +50,8 @@ def build(recipe: Recipe, store: Path, *, progress: bool = True) -> Path:
         if recipe.tiny is not None:
             raise ConfigError(f"recipe {recipe.name}: tiny is not for the engine trtllm; name a model.")
         check_version()
-    if recipe.dtype == "int4":
-        for kernel in ("int4_linear", "fan_out_attention"):
+    if recipe.dtype in QUANTISED:
+        for kernel in ("quantised_linear", "fan_out_attention"):
             cpp.load(kernel)  # what cannot be compiled here is said before gigabytes are fetched
     paths = [] if recipe.model is None else pull(recipe.model, store)
     directory = engine_directory(recipe, store)

@@ -15,7 +15,7 @@ from saguaro.doctor import gpus
 from saguaro.doctor.machine import installed
 from saguaro.doctor.report import Check, size
 from saguaro.engines.kv_pool import available_memory
-from saguaro.engines.manifest import EngineName, Manifest, check_target, compare_token_maps
+from saguaro.engines.manifest import QUANTISED, EngineName, Manifest, check_target, compare_token_maps
 from saguaro.errors import ConfigError, ModelError, SaguaroError
 from saguaro.llm import find_recipes
 from saguaro.orchestrator.config import DeploymentConfig, DraftConfig, ModelConfig
@@ -134,10 +134,11 @@ def _packages(role: str, engine: EngineName) -> list[Check]:
 
 
 def _compiler(role: str, recipe: Recipe) -> list[Check]:
-    if recipe.dtype != "int4" or find_compiler() is not None:
+    if recipe.dtype not in QUANTISED or find_compiler() is not None:
         return []
-    remedy = "apt-get install g++, or name one in $CXX; or take a recipe in int8"
-    return [Check(f"{role} compiler", "problem", f"{recipe.name} is in int4, which needs a C++ compiler", remedy)]
+    text = f"{recipe.name} is in {recipe.dtype}, which needs a C++ compiler"
+    remedy = "apt-get install g++, or name one in $CXX; or take a recipe in bfloat16"
+    return [Check(f"{role} compiler", "problem", text, remedy)]
 
 
 def placement(parts: Mapping[str, Part], node: GpuNode | None) -> list[Check]:

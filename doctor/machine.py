@@ -89,7 +89,9 @@ def installed(package: str) -> str | None:
 def _compiler() -> Check:
     if found := find_compiler():
         return Check("C++ compiler", "ok", shlex.join(found))
-    return Check("C++ compiler", "warning", "not found", "for dtype int4: apt-get install g++, or name one in $CXX")
+    return Check(
+        "C++ compiler", "warning", "not found", "for dtypes int8 and int4: apt-get install g++, or name one in $CXX"
+    )
 
 
 def _triton() -> Check:

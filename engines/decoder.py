@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.activations import SiLUActivation
 
-from saguaro.engines.int4 import Int4Linear, Norm
 from saguaro.engines.linears import TOGETHER
+from saguaro.engines.quantised import Norm, QuantisedLinear
 
 
 class Attend(Protocol):
@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, model: Any) -> None:
         base = model.base_model
-        self._layers = [(_Int4Layer if _is_int4(layer) else _Layer)(layer) for layer in base.layers]
+        self._layers = [(_QuantisedLayer if _is_quantised(layer) else _Layer)(layer) for layer in base.layers]
         self._norm = _norm(base.norm)
         self._rotary = base.rotary_emb
 
@@ -93,8 +93,8 @@ class _Layer:
         hidden += self._down(self._activation(gate).mul_(up))
 
 
-class _Int4Layer(_Layer):
-    """With the int4 kernel, which does on a row's way to 8 bits, and to its sums, what would be calls of their own."""
+class _QuantisedLayer(_Layer):
+    """With the kernel of `QuantisedLinear`, which does on rows' way through it what would be calls of their own."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
@@ -111,13 +111,13 @@ class _Int4Layer(_Layer):
         self._products[3](self._products[2](hidden, norm=self._norms[1]), gated=True, add_to=hidden)
 
 
-def _is_int4(layer: Any) -> bool:
-    """Whether all of a layer's products are, and its activation is the one that the kernel knows.
+def _is_quantised(layer: Any) -> bool:
+    """Whether all of a layer's products are quantised, and its activation is the one that the kernel knows.
 
     In a tensor-parallel group they are not: what ranks add up is no product of one of them. `_Layer` does for any.
     """
-    in_int4 = all(isinstance(linear, Int4Linear) for linear in _linears(layer))
-    return in_int4 and isinstance(layer.mlp.act_fn, SiLUActivation)
+    quantised = all(isinstance(linear, QuantisedLinear) for linear in _linears(layer))
+    return quantised and isinstance(layer.mlp.act_fn, SiLUActivation)
 
 
 def _linears(layer: Any) -> list[Any]:

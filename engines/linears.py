@@ -14,8 +14,8 @@ TOGETHER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def replace_linears(model: nn.Module, twin: Callable[..., nn.Module], *, skip: nn.Module | None = None) -> None:
-    """Put `twin(layer)` in the place of every `nn.Linear` of the model except `skip`; of those `TOGETHER`, one for all.
+def replace_linears(model: nn.Module, twin: Callable[..., nn.Module]) -> None:
+    """Put `twin(layer)` in the place of every `nn.Linear` of the model; of those `TOGETHER`, one for all.
 
     A model whose layers were put together is no longer Hugging Face's to run, but `Decoder`'s.
     """
@@ -27,8 +27,7 @@ def replace_linears(model: nn.Module, twin: Callable[..., nn.Module], *, skip: n
                 for name in names:
                     delattr(parent, name)
         for name, child in children.items():
-            if child is not skip:
-                setattr(parent, name, twin(child))
+            setattr(parent, name, twin(child))
 
 
 def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from tokenizers import Tokenizer
 
@@ -27,6 +27,9 @@ DRAFT_VOCAB = "draft_vocab.json"  # the token ids of a reduced head, ascending; 
 
 EngineName = Literal["pytorch", "trtllm", "tensorrt", "simulated"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
+Bits = Literal[8, 4]  # of a quantised weight
+# Stored as bfloat16, quantised when loaded, and computed on the CPU by kernels in C++, which are compiled there.
+QUANTISED: Final[Mapping[Dtype, Bits]] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Manifest:
     model: str  # as the recipe names it
     source_sha256: str  # of the weights
     family: str  # the model type: llama, qwen2, qwen3
-    dtype: Dtype  # int8, int4: stored as bfloat16, quantised when loaded; fp8: the layers' matrices, calibrated
+    dtype: Dtype  # QUANTISED: stored as bfloat16; fp8: the layers' matrices, calibrated
     tp: int  # shards: model-RANK-of-TP.safetensors, or model.safetensors for 1
     vocab_size: int  # highest token id of the tokenizer + 1; the model may have more rows (padding)
     max_model_len: int  # tokens

@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saguaro.engines import int4, int8
 from saguaro.engines.base import LOGIT_TOLERANCES, ForwardBatch, ForwardOutput, check_positions
 from saguaro.engines.checkpoint import check_config, load_config, load_model, weights_file
 from saguaro.engines.cuda import Cuda
@@ -27,7 +26,8 @@ from saguaro.engines.draft_vocab import SpreadHead, narrow_head, read_draft_voca
 from saguaro.engines.fixed_rows import FixedRows, fixed_rows
 from saguaro.engines.kv_pool import KvPool, kv_bytes_per_block, require_memory
 from saguaro.engines.linears import pack_linears
-from saguaro.engines.manifest import Manifest
+from saguaro.engines.manifest import QUANTISED, Dtype, Manifest
+from saguaro.engines.quantised import QuantisedLinear, quantise_linears
 from saguaro.engines.tensor_parallel import TensorParallel, join_shares, share_of
 from saguaro.errors import EngineError
 from saguaro.plugins.attention import Plan, plan_attention
@@ -39,8 +39,6 @@ from saguaro.plugins.transfers import to_device
 _CPU = torch.device("cpu")
 # What the weights of each dtype of a manifest are stored in.
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16, "int4": torch.bfloat16}
-# What is made from them when the engine is loaded, on the CPU.
-_QUANTISERS: Mapping[str, Callable[[Any], None]] = {"int8": int8.quantise_linears, "int4": int4.quantise_linears}
 # As LOGIT_TOLERANCES: an activation that is rounded the other way moves by a whole step.
 _QUANTISED_TOLERANCE = 0.1
 
@@ -119,13 +117,12 @@ class PytorchEngine:
         self._group = group
         self._dtype: torch.dtype = model.base_model.norm.weight.dtype
         self._device: torch.device = model.base_model.norm.weight.device
-        modules = list(model.modules())
-        in_int4 = any(isinstance(module, int4.Int4Linear) for module in modules)
-        # In int4 a row is computed by itself as it is: by kernels of our own, and by norms that sum rows one by one.
+        quantised = any(isinstance(module, QuantisedLinear) for module in model.modules())
+        # Quantised, a row is computed by itself as it is: by kernels of our own, and by norms that sum rows one by one.
         # But in which order the parts of several ranks are added up depends on its place.
-        self._fix_rows = deterministic and (group is not None or not in_int4)
-        self._step = _CppStep if in_int4 else _Step
-        self._plan_attention = plan_cpp if in_int4 else _planner(self._device, deterministic)
+        self._fix_rows = deterministic and (group is not None or not quantised)
+        self._step = _CppStep if quantised else _Step
+        self._plan_attention = plan_cpp if quantised else _planner(self._device, deterministic)
         self._cuda = cuda
         self.asynchronous = cuda is not None
         captured = cuda is not None and graphs and group is None
@@ -140,7 +137,6 @@ class PytorchEngine:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.num_blocks = num_blocks
-        quantised = in_int4 or any(isinstance(module, int8.Int8Linear) for module in modules)
         self.logit_tolerance = _QUANTISED_TOLERANCE if quantised else LOGIT_TOLERANCES[self._dtype]
         if deterministic:
             self.logit_tolerance = 0.0
@@ -183,7 +179,7 @@ class PytorchEngine:
         config = load_config(directory, manifest.max_model_len)
         if group:
             config = share_of(config, size)
-        if device.type == "cuda" and manifest.dtype in _QUANTISERS:
+        if device.type == "cuda" and manifest.dtype in QUANTISED:
             raise EngineError(
                 f"{directory}: {manifest.dtype} is computed on the CPU alone. Build it as bfloat16 for a GPU."
             )
@@ -325,7 +321,7 @@ def memory_needed(
     if manifest.tp > 1:
         config = share_of(config, manifest.tp)
     stored, computed = _STORED[manifest.dtype], _computed(manifest.dtype, device)
-    widening = 1 if manifest.dtype in _QUANTISERS else computed.itemsize // stored.itemsize
+    widening = 1 if manifest.dtype in QUANTISED else computed.itemsize // stored.itemsize
     weights = (directory / weights_file(rank, manifest.tp)).stat().st_size * widening
     captured = device.type == "cuda" and graphs and manifest.tp == 1
     pool = (num_blocks + captured) * kv_bytes_per_block(config, block_size, computed)
@@ -343,19 +339,21 @@ def _computed(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def convert(model: Any, dtype: str, device: torch.device = _CPU) -> None:
+def convert(model: Any, dtype: Dtype, device: torch.device = _CPU) -> None:
     """Give a model on the device, as it is stored, the layers that a manifest's dtype is computed with, in place.
 
-    Raises EngineError where their kernel is missing.
+    Raises EngineError where their kernel cannot be compiled, or cannot hold the weights.
     """
-    if _computed(dtype, device) != _STORED[dtype]:
-        compute_in_float32(model, _QUANTISERS.get(dtype, pack_linears))
+    if dtype in QUANTISED:
+        compute_in_float32(model, partial(quantise_linears, bits=QUANTISED[dtype]))
+    elif _computed(dtype, device) != _STORED[dtype]:
+        compute_in_float32(model, pack_linears)
 
 
 def compute_in_float32(model: Any, replace_linears: Callable[[Any], None]) -> None:
     """Give a model on the CPU float32 activations and other linear layers, in place.
 
-    Raises EngineError where the kernel of those layers is missing.
+    Raises EngineError where the kernel of those layers cannot be compiled, or cannot hold the weights.
     """
     replace_linears(model)
     embeddings = model.get_input_embeddings()  # keep their dtype: only the rows looked up are converted

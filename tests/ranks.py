@@ -16,9 +16,9 @@ from torch import Tensor
 import replays
 from harness import Pair
 from saguaro.build.shards import ShardPlan
-from saguaro.engines import int4
 from saguaro.engines.base import Engine, ForwardBatch, ForwardOutput, causal_batch, fan_out_batch
-from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
+from saguaro.engines.manifest import Dtype
+from saguaro.engines.pytorch import PytorchEngine, convert
 from saguaro.engines.tensor_parallel import TensorParallel, follow, join_shares, share_of
 from saguaro.errors import EngineError, LinkError
 from saguaro.orchestrator.types import SamplingParams
@@ -167,21 +167,11 @@ def _share(whole: Any, group: TensorParallel) -> Any:
     return share
 
 
-def compute_deterministic(rank: int, size: int, folder: Path) -> None:
+def compute_deterministic(rank: int, size: int, folder: Path, *, dtype: Dtype) -> None:
     """What a deterministic group computed differently in some company than alone, into `different.pt`."""
-    _compute_deterministic(rank, size, folder, Case("", "qwen2", torch.float32).model(), lambda share: None)
-
-
-def compute_deterministic_in_int4(rank: int, size: int, folder: Path) -> None:
-    """The same, in int4."""
-    model = Case("", "qwen2", torch.bfloat16, {"intermediate_size": 256}).model()
-    _compute_deterministic(rank, size, folder, model, lambda share: compute_in_float32(share, int4.quantise_linears))
-
-
-def _compute_deterministic(rank: int, size: int, folder: Path, model: Any, convert: Callable[[Any], None]) -> None:
     group = meet(rank, size, folder)
-    share = _share(model, group)
-    convert(share)
+    share = _share(Case("", "qwen2", torch.float32, {"intermediate_size": 256}).model(), group)
+    convert(share, dtype)
     engine = PytorchEngine(
         share,
         vocab_size=VOCAB,

@@ -33,7 +33,7 @@ from saguaro.build.recipe import Recipe, Tiny, read_recipe, shipped_recipes
 from saguaro.build.shards import SafetensorsWriter, ShardPlan
 from saguaro.build.tiny import TinyWeights
 from saguaro.build.weights import open_weights
-from saguaro.engines.manifest import FILE, TOKENIZER, Manifest, compare_token_maps, token_map
+from saguaro.engines.manifest import FILE, QUANTISED, TOKENIZER, Dtype, Manifest, compare_token_maps, token_map
 from saguaro.errors import CapacityError, ConfigError, EngineError, ModelError
 from saguaro.plugins import cpp
 from tiny_models import FAMILIES, tiny_model
@@ -173,7 +173,7 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path, shipped: tuple[Path, Pa
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_casting_rounds_each_weight_once(tmp_path: Path, shipped: tuple[Path, Path], dtype: str) -> None:
-    if dtype == "int4":
+    if dtype in QUANTISED:
         require_compiler()
     model = tiny_model("qwen2")
     folder = published(tmp_path / "source", model, shipped[0])
@@ -183,13 +183,14 @@ def test_casting_rounds_each_weight_once(tmp_path: Path, shipped: tuple[Path, Pa
     assert Manifest.load(directory).dtype == dtype
 
 
-def test_int4_without_a_compiler_is_refused_before_anything_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_quantised_model_without_a_compiler_is_refused_before_anything_is_fetched(
+    dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpp, "load", cpp.load.__wrapped__)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(EngineError, match=r"int4_linear is C\+\+ .*no compiler here .*apt-get install g\+\+"):
-        build(recipe(model="qwen2.5-coder-0.5b", dtype="int4"), tmp_path)
+    with pytest.raises(EngineError, match=r"quantised_linear is C\+\+ .*no compiler here .*apt-get install g\+\+"):
+        build(recipe(model="qwen2.5-coder-0.5b", dtype=dtype), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import ranks
 import replays
 from conftest import require_compiler
 from harness import Pair
-from saguaro.engines import ENGINES, int4, int8, load_engine
+from saguaro.engines import ENGINES, load_engine
 from saguaro.engines.base import causal_batch
 from saguaro.engines.fixed_rows import ROWS, fixed_rows
 from saguaro.engines.linears import pack_linears
-from saguaro.engines.pytorch import PytorchEngine, compute_in_float32
+from saguaro.engines.manifest import QUANTISED, Dtype
+from saguaro.engines.pytorch import PytorchEngine, compute_in_float32, convert
 from saguaro.errors import EngineError
 from saguaro.orchestrator.types import SamplingParams
 from tiny_models import save_engine, tiny_model
@@ -35,14 +37,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "float32": lambda: model("llama", torch.float32),
     "float32-packed": lambda: model("qwen2", torch.float32, pack_linears),
     "bfloat16": lambda: model("qwen2", torch.bfloat16),
-    "int8": lambda: model("qwen2", torch.bfloat16, int8.quantise_linears),
-    "int4": lambda: model("qwen2", torch.bfloat16, in_int4),
+    "int8": lambda: quantised("int8"),
+    "int4": lambda: quantised("int4"),
 }
 
 
-def in_int4(model: Any) -> None:
+def quantised(dtype: Dtype) -> Any:
     require_compiler()
-    int4.quantise_linears(model)
+    made = model("qwen2", torch.bfloat16)
+    convert(made, dtype)
+    return made
 
 
 def engine(made: Any, deterministic: bool) -> PytorchEngine:
@@ -69,17 +73,16 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
 
 
 @pytest.mark.deployment
-@pytest.mark.parametrize("dtype", ["float32", "int4"])
-def test_ranks_of_a_group_give_the_same_bits_in_any_company(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", *QUANTISED])
+def test_ranks_of_a_group_give_the_same_bits_in_any_company(dtype: Dtype, tmp_path: Path) -> None:
     """Sums over four ranks too: which rank's part comes first may depend on an element's place."""
-    if dtype == "int4":
+    if dtype in QUANTISED:
         require_compiler()
-    compute = ranks.compute_deterministic_in_int4 if dtype == "int4" else ranks.compute_deterministic
-    assert ranks.run(4, compute, tmp_path) == [0] * 4
+    assert ranks.run(4, partial(ranks.compute_deterministic, dtype=dtype), tmp_path) == [0] * 4
     assert torch.load(tmp_path / "different.pt") == []
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", QUANTISED)
 def test_i12_a_quantised_target_verifies_what_it_would_have_decoded(name: str) -> None:
     """I-12: logits of a trunk within 1e-4 of one-by-one, near-ties reported; with `deterministic` the same bits."""
     made = MODELS[name]()

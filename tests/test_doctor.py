@@ -22,7 +22,7 @@ from saguaro.doctor import deployment, diagnosis, gpus, machine
 from saguaro.doctor.deployment import Part
 from saguaro.doctor.report import Check, Report, Section, size
 from saguaro.engines.cuda_graphs import MAX_ROWS
-from saguaro.engines.manifest import FORMAT, EngineName, Manifest
+from saguaro.engines.manifest import FORMAT, QUANTISED, EngineName, Manifest
 from saguaro.engines.pytorch import memory_needed
 from saguaro.errors import ConfigError, LaunchError
 from saguaro.orchestrator import nvml
@@ -274,8 +274,9 @@ def test_a_deployment_on_the_cpu_can_run_here_and_says_what_it_takes(
     assert "draft" not in capsys.readouterr().out.partition("deployment mine")[2]
 
 
-def test_int4_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"target": part("qwen2.5-coder-1.5b-int4-cpu", tmp_path), "draft": part("tiny-draft", tmp_path)}
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_quantised_model_needs_a_compiler(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"target": part(f"qwen2.5-coder-1.5b-{dtype}-cpu", tmp_path), "draft": part("tiny-draft", tmp_path)}
     monkeypatch.setenv("CXX", "sh")
     assert found(machine.packages(), "C++ compiler")[0][0] == "ok"
     assert "problem" not in {check.level for check in deployment.engines(parts) if "compiler" in check.name}

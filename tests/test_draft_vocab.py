@@ -22,7 +22,7 @@ from saguaro.build.recipe import Recipe, Tiny, read_recipe
 from saguaro.doctor.deployment import Part, engines
 from saguaro.engines.base import causal_batch, fan_out_batch
 from saguaro.engines.draft_vocab import read_draft_vocab
-from saguaro.engines.manifest import DRAFT_VOCAB, TOKENIZER, Manifest, file_sha256
+from saguaro.engines.manifest import DRAFT_VOCAB, QUANTISED, TOKENIZER, Manifest, file_sha256
 from saguaro.engines.pytorch import PytorchEngine
 from saguaro.errors import ConfigError, EngineError
 from saguaro.orchestrator.config import FanOutConfig, SpeculationConfig, find_deployment, read_deployment
@@ -162,7 +162,7 @@ def test_a_text_s_bytes_name_the_engine_and_not_its_place(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2: the head is tied to the embedding
 def test_logits_are_the_whole_head_s_where_there_are_any(family: str, dtype: Any, tmp_path: Path) -> None:
-    if dtype == "int4":
+    if dtype in QUANTISED:
         require_compiler()
     fields = {"dtype": dtype, "tiny": dataclasses.replace(TINY, family=family)}
     directory = build(recipe(**fields), tmp_path)

@@ -23,6 +23,7 @@ from conftest import check_nothing_left, leftovers, on_two_ranks, rank_pid, requ
 from saguaro.build.driver import build
 from saguaro.build.recipe import Recipe, Tiny
 from saguaro.engines.base import FanOutSteps, ForwardBatch, causal_batch
+from saguaro.engines.manifest import QUANTISED, Dtype
 from saguaro.engines.tensor_parallel import pack_batch, unpack_batch
 from saguaro.errors import LaunchError
 from saguaro.llm import LLM, build_engines
@@ -74,17 +75,20 @@ def test_ranks_share_what_a_reduced_head_keeps(tmp_path: Path) -> None:
         assert set(a.isfinite().sum(-1).tolist()) <= {101}
 
 
-def test_ranks_share_a_model_in_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_ranks_share_a_quantised_model(dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of 32 weights fit a rank's share of these layers: they are rounded as in the whole model."""
     require_compiler()
     tiny = Tiny("qwen2", 2, hidden_size=128, heads=8, kv_heads=2, vocab_size=ranks.VOCAB, max_model_len=ranks.MAX_LEN)
-    recipe = Recipe("int4", "pytorch", tiny=tiny, dtype="int4", tp=2)
+    recipe = Recipe("quantised", "pytorch", tiny=tiny, dtype=dtype, tp=2)
     build(recipe, tmp_path).rename(tmp_path / "engine")
     assert ranks.run(2, ranks.compute_engine, tmp_path) == [0, 0]
     actual, whole = torch.load(tmp_path / "logits.pt"), build(replace(recipe, tp=1), tmp_path)
     for a, e in zip(actual, ranks.of_directory(whole), strict=True):
         assert (a - e).norm() <= 0.02 * e.norm()  # an activation that is rounded the other way is seen in all after it
-    monkeypatch.setattr("saguaro.engines.decoder._is_int4", lambda layer: False)  # norms and gates as the ranks do them
+    monkeypatch.setattr(
+        "saguaro.engines.decoder._is_quantised", lambda layer: False
+    )  # norms and gates as the ranks do them
     for a, e in zip(actual, ranks.of_directory(whole), strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-4)
 
